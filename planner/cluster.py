@@ -1,0 +1,159 @@
+"""GPUs and the links between them, from `configs/gpus/*.toml` and `configs/clusters/*.toml`.
+
+Files are written with units ('80GB', '450GB/s', '5us'); a bare number is refused, saying which unit to add.
+"""
+
+import difflib
+import hashlib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from planner.errors import FileFormatError, UsageError
+from planner.records import Fraction, PositiveInt, Record, read_text, validate
+from planner.units import Bandwidth, ByteSize, FlopRate, Seconds
+
+
+class Gpu(Record):
+    """A GPU type, or a CPU process as a device. Efficiencies are fractions of the peak that large shapes reach."""
+
+    name: str
+    memory: ByteSize
+    memory_bandwidth: Bandwidth
+    peak_flops: dict[str, FlopRate]
+    matmul_efficiency: Fraction = 1.0
+    memory_efficiency: Fraction = 1.0
+    launch_overhead: Seconds = 0.0
+    source: str
+
+
+class Link(Record):
+    """One level of the network: `bandwidth` per GPU and direction, `latency` per message."""
+
+    bandwidth: Bandwidth
+    latency: Seconds
+
+
+class NodeGroup(Record):
+    """`count` nodes of `gpus_per_node` GPUs of one type."""
+
+    count: PositiveInt
+    gpus_per_node: PositiveInt
+    gpu: str
+
+
+class Cluster(Record):
+    """Nodes and link levels. GPUs are numbered node by node, in the order of the groups."""
+
+    name: str
+    node_groups: tuple[NodeGroup, ...]
+    intra_node: Link
+    inter_node: Link
+    memory_reserve: ByteSize
+    source: str = ""
+    gpus: dict[str, Gpu] = {}
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a cluster without GPUs."""
+        if not self.node_groups:
+            raise ValueError("a cluster needs at least one node group")
+
+    @property
+    def num_gpus(self) -> int:
+        """All GPUs of all groups."""
+        return sum(group.count * group.gpus_per_node for group in self.node_groups)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of the smallest node: groups of ranks up to this size can stay inside one."""
+        return min(group.gpus_per_node for group in self.node_groups)
+
+    def gpu_at(self, rank: int) -> Gpu:
+        """Return the type of the GPU with this number."""
+        return self.gpus[self._position(rank)[1].gpu]
+
+    def node_at(self, rank: int) -> int:
+        """Return the index of the node that holds the GPU with this number."""
+        return self._position(rank)[0]
+
+    def _position(self, rank: int) -> tuple[int, NodeGroup]:
+        first_rank = first_node = 0
+        for group in self.node_groups:
+            size = group.count * group.gpus_per_node
+            if rank < first_rank + size:
+                return first_node + (rank - first_rank) // group.gpus_per_node, group
+            first_rank += size
+            first_node += group.count
+        raise IndexError(f"GPU {rank} of {self.num_gpus}")
+
+    def link_between(self, ranks: tuple[int, ...]) -> Link:
+        """Return the slowest link level that a group of GPUs talks over."""
+        return self.intra_node if len({self.node_at(rank) for rank in ranks}) <= 1 else self.inter_node
+
+
+def configs_folder() -> Path:
+    """Return the folder with the shipped `gpus/` and `clusters/`."""
+    package = Path(__file__).parent
+    beside = package.parent / "configs"
+    return beside if beside.is_dir() else package / "configs"
+
+
+def _read_toml(path: Path, what: str) -> dict[str, Any]:
+    text = read_text(path, what=what)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FileFormatError(f"{path}: not TOML: {error}", hint=f"check that this is a {what} file") from None
+
+
+def _find(kind: str, name: str) -> Path:
+    """Return the path of a config by path or by shipped name; UsageError lists the names there are."""
+    if name.endswith(".toml") or "/" in name:
+        return Path(name)
+    path = configs_folder() / kind / f"{name}.toml"
+    if path.is_file():
+        return path
+    names = sorted(found.stem for found in (configs_folder() / kind).glob("*.toml"))
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}; or give the path of a .toml file"
+    raise UsageError(f"no {kind.removesuffix('s')} is named {name!r}", hint=hint)
+
+
+def read_gpu(name: str) -> Gpu:
+    """Return the GPU type of a shipped name ('h100-sxm') or of a .toml path."""
+    path = _find("gpus", name)
+    return validate(Gpu, {"name": path.stem} | _read_toml(path, "GPU"), source=str(path))
+
+
+def read_cluster(name: str) -> Cluster:
+    """Return the cluster of a shipped name or of a .toml path, its GPU types read too."""
+    path = _find("clusters", name)
+    cluster = validate(Cluster, {"name": path.stem} | _read_toml(path, "cluster"), source=str(path))
+    missing = {group.gpu for group in cluster.node_groups} - set(cluster.gpus)
+    return cluster.model_copy(update={"gpus": cluster.gpus | {gpu: read_gpu(gpu) for gpu in sorted(missing)}})
+
+
+def cluster_hash(cluster: Cluster) -> str:
+    """Return a short hash of everything a plan's price depends on."""
+    return hashlib.sha256(cluster.model_dump_json().encode()).hexdigest()[:16]
+
+
+NODE_SIZE = 8
+
+
+def default_cluster(num_gpus: int, gpu_name: str) -> Cluster:
+    """Return a cluster of `num_gpus` of one type: nodes of 8 with the links of `configs/clusters/GPU.toml`.
+
+    The shipped cluster file of that name gives links and reserve; where there is none, `UsageError`.
+    """
+    template = read_cluster(gpu_name)
+    if num_gpus <= NODE_SIZE:
+        groups = (NodeGroup(count=1, gpus_per_node=num_gpus, gpu=gpu_name),)
+    elif num_gpus % NODE_SIZE == 0:
+        groups = (NodeGroup(count=num_gpus // NODE_SIZE, gpus_per_node=NODE_SIZE, gpu=gpu_name),)
+    else:
+        groups = (
+            NodeGroup(count=num_gpus // NODE_SIZE, gpus_per_node=NODE_SIZE, gpu=gpu_name),
+            NodeGroup(count=1, gpus_per_node=num_gpus % NODE_SIZE, gpu=gpu_name),
+        )
+    return template.model_copy(update={"name": f"{gpu_name} x {num_gpus}", "node_groups": groups})

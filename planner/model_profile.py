@@ -1,0 +1,257 @@
+"""What is known of a model: its layers, the values that flow between them, and what each costs.
+
+Written by the profiler, read by the solver and the emitter. Times are for one layer and one microbatch, in seconds of
+compute on one device: communication is priced by `cost`, from the bytes recorded here and a cluster.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from planner.errors import FileFormatError
+from planner.program import Encoded, Identifier, Program, QualifiedName
+from planner.records import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Record,
+    read_json,
+    validate,
+    write_text,
+)
+
+SCHEMA_VERSION = 1
+
+Source = Literal["measured", "scaled", "computed"]
+Style = Literal["column", "row", "vocabulary"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+class Parameter(Record):
+    """A parameter or buffer of the model; `tied_to` names the first of those that share its storage."""
+
+    shape: tuple[NonNegativeInt, ...]
+    dtype: Identifier
+    num_bytes: NonNegativeInt
+    trainable: bool
+    buffer: bool = False
+    persistent: bool = True
+    tied_to: QualifiedName | None = None
+
+
+class ShardedParameter(Record):
+    """How a parameter is divided over tensor-parallel ranks: dimension `dim`, within each of `parts` equal parts.
+
+    `parts` > 1 is a fused projection (q, k and v in one weight): every rank holds its slice of each part.
+    """
+
+    dim: NonNegativeInt
+    parts: PositiveInt = 1
+
+
+class CollectiveCall(Record):
+    """A collective over the tensor-parallel group: bytes of the full tensor, per row of the microbatch and fixed."""
+
+    kind: Collective
+    bytes_per_row: NonNegativeFloat
+    fixed_bytes: NonNegativeInt = 0
+    phase: Literal["forward", "backward"]
+
+
+class Rewrite(Record):
+    """A constant of the layer's body that changes with the degree: argument `path` of node `node` becomes `value`.
+
+    `path` is the position in args, or the name in kwargs, then positions inside containers.
+    """
+
+    node: Identifier
+    path: tuple[int | str, ...]
+    value: Encoded
+
+
+class Sharding(Record):
+    """One way to divide a layer class over a tensor-parallel group of a given degree.
+
+    `styles` and `parameters` are keyed by names relative to the layer ('attn.c_attn', 'attn.c_attn.weight').
+    `enter` names values of the body that become inputs of divided computation (identity forward, all-reduce backward);
+    `partial_gradients` names replicated parameters whose gradient must be summed over the group.
+    """
+
+    name: Identifier
+    tp_degree: PositiveInt
+    styles: dict[QualifiedName, Style] = {}
+    parameters: dict[QualifiedName, ShardedParameter] = {}
+    enter: tuple[Identifier, ...] = ()
+    gather: tuple[QualifiedName, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
+    partial_gradients: tuple[QualifiedName, ...] = ()
+    collectives: tuple[CollectiveCall, ...] = ()
+    replicated: dict[QualifiedName, str] = {}
+
+
+class LayerCost(Record):
+    """What one layer costs for a microbatch of `microbatch_size` rows, divided by `sharding` over `tp_degree` ranks.
+
+    `activation_bytes` is saved for backward beside the layer's own inputs and outputs; `saved_input_bytes` and
+    `saved_output_bytes` are those of them that are saved too. `transient_bytes` live only while the layer runs (the
+    larger of forward and backward). `spread_fraction` is the interquartile range over the median of the repeats.
+    """
+
+    microbatch_size: PositiveInt
+    tp_degree: PositiveInt = 1
+    sharding: Identifier = "replicated"
+    forward_time_s: NonNegativeFloat
+    backward_input_time_s: NonNegativeFloat
+    backward_weight_time_s: NonNegativeFloat
+    activation_bytes: NonNegativeInt
+    saved_input_bytes: NonNegativeInt
+    saved_output_bytes: NonNegativeInt
+    transient_bytes: NonNegativeInt
+    param_bytes: NonNegativeInt
+    trainable_param_count: NonNegativeInt
+    forward_flops: NonNegativeFloat
+    source: Source
+    spread_fraction: NonNegativeFloat = 0.0
+    num_repeats: NonNegativeInt = 0
+
+    @property
+    def backward_time_s(self) -> float:
+        """Input and weight gradients together."""
+        return self.backward_input_time_s + self.backward_weight_time_s
+
+
+class LayerClass(Record):
+    """Layers that are the same computation: measured once. `body` is the module's own forward, opened once.
+
+    `parameters` are names relative to the layer's module ('' for a layer without one).
+    """
+
+    name: Identifier
+    module_class: str
+    body: Program | None = None
+    shardings: tuple[Sharding, ...] = ()
+    costs: tuple[LayerCost, ...]
+
+    def sharding(self, name: str, tp_degree: int) -> Sharding | None:
+        """Return the sharding of that name and degree, or None."""
+        return next((s for s in self.shardings if s.name == name and s.tp_degree == tp_degree), None)
+
+
+class Layer(Record):
+    """The unit that is profiled and assigned to a stage: nodes [start, stop) of the program.
+
+    `module` is the submodule it calls (a layer may be called twice: then two layers name one module);
+    `parameters` are the fully qualified names it reads, those of its module included.
+    """
+
+    name: str
+    layer_class: Identifier
+    module: QualifiedName
+    start: NonNegativeInt
+    stop: NonNegativeInt
+    parameters: tuple[QualifiedName, ...] = ()
+
+
+class Edge(Record):
+    """A value that one layer makes and later layers read; `consumers` are layer indices, ascending.
+
+    Values computed from the model's inputs alone without parameters are made anew where they are needed: no edges.
+    """
+
+    value: Identifier
+    producer: NonNegativeInt
+    consumers: tuple[NonNegativeInt, ...]
+    bytes_per_row: NonNegativeFloat
+    fixed_bytes: NonNegativeInt = 0
+    needs_grad: bool
+
+    def num_bytes(self, rows: int) -> int:
+        """Return the bytes for a microbatch of `rows`."""
+        return round(self.bytes_per_row * rows) + self.fixed_bytes
+
+
+class Provenance(Record):
+    """Where a profile comes from."""
+
+    model_path: str
+    model_hash: str
+    build_function: str = "build_model"
+    inputs_function: str = "example_inputs"
+    torch_version: str
+    device: str
+    gpu: str | None = None
+    dtype: Identifier
+    input_shapes: dict[str, tuple[NonNegativeInt, ...]]
+    created: str = ""
+    command: str = ""
+    example_rows: PositiveInt = 1
+    tokens_per_row: NonNegativeInt = 0
+    num_threads: NonNegativeInt = 0
+
+
+class ModelProfile(Record):
+    """A model's layers, structure and costs; see the module's docstring."""
+
+    schema_version: Annotated[int, Field(strict=True)] = SCHEMA_VERSION
+    name: str
+    provenance: Provenance
+    param_count: NonNegativeInt
+    trainable_param_count: NonNegativeInt
+    forward_flops_per_row: NonNegativeFloat
+    parameters: dict[QualifiedName, Parameter]
+    tied: tuple[tuple[QualifiedName, ...], ...] = ()
+    layers: tuple[Layer, ...]
+    layer_classes: tuple[LayerClass, ...]
+    edges: tuple[Edge, ...] = ()
+    program: Program
+    notes: tuple[str, ...] = ()
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse profiles whose parts do not fit together."""
+        if not self.layers:
+            raise ValueError("a profile needs at least one layer")
+        names = [layer.name for layer in self.layers]
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"layer {duplicate!r} is listed twice")
+        classes = {layer_class.name for layer_class in self.layer_classes}
+        for layer in self.layers:
+            if layer.layer_class not in classes:
+                raise ValueError(f"layer {layer.name!r} has class {layer.layer_class!r}, which is not listed")
+        for layer_class in self.layer_classes:
+            if not layer_class.costs:
+                raise ValueError(f"layer class {layer_class.name!r} has no costs; a missing number is not a zero")
+        for edge in self.edges:
+            if not edge.consumers or edge.consumers[0] <= edge.producer or edge.consumers[-1] >= len(self.layers):
+                raise ValueError(f"edge {edge.value!r} from layer {edge.producer} to {edge.consumers} is not forward")
+
+    def layer_class(self, layer: int) -> LayerClass:
+        """Return the class of the layer at an index."""
+        name = self.layers[layer].layer_class
+        return next(candidate for candidate in self.layer_classes if candidate.name == name)
+
+    def crossing_edges(self, cut: int) -> Iterator[Edge]:
+        """Yield the edges that cross the cut before layer `cut`: made before it, read at it or after."""
+        return (edge for edge in self.edges if edge.producer < cut <= edge.consumers[-1])
+
+
+def read_profile(path: Path) -> ModelProfile:
+    """Return the profile in a file; FileFormatError says what is wrong with it."""
+    data = read_json(path, what="profile")
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, int):
+        raise FileFormatError(f"{path}: no schema_version: not a profile", hint="write one with `planner profile`")
+    if version > SCHEMA_VERSION:
+        raise FileFormatError(
+            f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest this planner reads",
+            hint="upgrade planner, or profile the model again with this version",
+        )
+    return validate(ModelProfile, data, source=str(path))
+
+
+def write_profile(profile: ModelProfile, path: Path) -> None:
+    """Write a profile as JSON, whole or not at all; the same profile gives the same bytes."""
+    write_text(path, profile.model_dump_json(indent=1, exclude_defaults=True) + "\n")

@@ -1,0 +1,206 @@
+"""A plan: which layers run where, divided how, in what order, and what that is predicted to cost."""
+
+import math
+from typing import Any, Literal
+
+from planner.program import Identifier
+from planner.records import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Record
+
+PLAN_VERSION = 1
+
+Schedule = Literal["gpipe", "1f1b"]
+DataParallel = Literal["replicated", "sharded"]
+Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum"]
+Precision = Literal["fp32", "bf16-mixed", "bf16"]
+Status = Literal["optimal", "feasible", "infeasible"]
+
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+DATA_PARALLEL_MODES: tuple[DataParallel, ...] = ("replicated", "sharded")
+
+
+class MemoryUse(Record):
+    """Peak memory of one GPU by owner, in bytes."""
+
+    param_bytes: NonNegativeInt
+    grad_bytes: NonNegativeInt
+    optimizer_bytes: NonNegativeInt
+    activation_bytes: NonNegativeInt
+    transient_bytes: NonNegativeInt
+    communication_bytes: NonNegativeInt
+    reserve_bytes: NonNegativeInt
+
+    @property
+    def peak_bytes(self) -> int:
+        """All owners together, the reserve included."""
+        return sum(getattr(self, name) for name in type(self).model_fields)
+
+
+class StagePrediction(Record):
+    """What `cost.evaluate` says of one stage; times are per microbatch except those per step."""
+
+    forward_time_s: NonNegativeFloat
+    backward_time_s: NonNegativeFloat
+    recompute_time_s: NonNegativeFloat = 0.0
+    tensor_parallel_time_s: NonNegativeFloat = 0.0
+    send_time_s: NonNegativeFloat = 0.0
+    data_parallel_time_s: NonNegativeFloat = 0.0
+    optimizer_time_s: NonNegativeFloat = 0.0
+    busy_time_s: NonNegativeFloat
+    memory: MemoryUse
+
+    @property
+    def time_s(self) -> float:
+        """Seconds per microbatch: forward and backward, recomputation and tensor-parallel communication included."""
+        return self.forward_time_s + self.backward_time_s
+
+
+class Prediction(Record):
+    """What a plan is predicted to cost; every number comes from `cost.evaluate`."""
+
+    step_time_s: NonNegativeFloat
+    samples_per_s: NonNegativeFloat
+    tokens_per_s: NonNegativeFloat = 0.0
+    mfu_fraction: NonNegativeFloat | None = None
+    bubble_fraction: Fraction
+    exposed_comm_time_s: NonNegativeFloat = 0.0
+    bottleneck_stage: NonNegativeInt
+    stages: tuple[StagePrediction, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The fullest GPU."""
+        return max(stage.memory.peak_bytes for stage in self.stages)
+
+
+class Stage(Record):
+    """The layers [first_layer, last_layer] on one device group; `recompute` names layers whose activations are remade.
+
+    `shardings` maps layer classes to the name of the sharding used at `tp_degree`; classes left out are replicated.
+    `gpus` are the ranks of the stage, tensor-parallel index fastest: `gpus[d * tp_degree + t]`.
+    """
+
+    layers: tuple[str, ...]
+    tp_degree: PositiveInt = 1
+    dp_degree: PositiveInt = 1
+    microbatch_size: PositiveInt
+    recompute: tuple[str, ...] = ()
+    shardings: dict[Identifier, Identifier] = {}
+    gpus: tuple[NonNegativeInt, ...]
+
+    def model_post_init(self, context: Any) -> None:
+        """Check the degrees against the GPUs."""
+        if not self.layers:
+            raise ValueError("a stage needs at least one layer")
+        if len(self.gpus) != self.tp_degree * self.dp_degree:
+            raise ValueError(
+                f"stage from {self.layers[0]!r}: tp_degree {self.tp_degree} x dp_degree {self.dp_degree} = "
+                f"{self.tp_degree * self.dp_degree} GPUs, but {len(self.gpus)} are listed"
+            )
+        if unknown := set(self.recompute) - set(self.layers):
+            raise ValueError(f"recompute names {sorted(unknown)[0]!r}, which is not a layer of the stage")
+
+
+class Origin(Record):
+    """Paths and hashes of what a plan was made from."""
+
+    model_path: str
+    model_hash: str
+    build_function: str = "build_model"
+    inputs_function: str = "example_inputs"
+    profile_path: str
+    profile_hash: str
+    cluster: str
+    cluster_hash: str
+    torch_version: str
+    planner_version: str
+
+
+class SolverReport(Record):
+    """How good the plan is, proven: `gap_fraction = (step time - lower bound) / lower bound`."""
+
+    status: Status
+    lower_bound_s: NonNegativeFloat
+    gap_fraction: NonNegativeFloat
+    num_priced: NonNegativeInt = 0
+
+
+class RunnerUp(Record):
+    """Another plan that was considered, and why it lost."""
+
+    summary: str
+    pp_degree: PositiveInt
+    tp_degree: PositiveInt
+    dp_degree: PositiveInt
+    microbatch_size: PositiveInt
+    num_microbatches: PositiveInt
+    schedule: Schedule
+    data_parallel: DataParallel
+    step_time_s: NonNegativeFloat
+    peak_bytes: NonNegativeInt
+    reason: str
+
+
+class Plan(Record):
+    """A whole plan; valid once built."""
+
+    plan_version: int = PLAN_VERSION
+    global_batch_size: PositiveInt
+    num_microbatches: PositiveInt
+    schedule: Schedule
+    data_parallel: DataParallel
+    optimizer: Optimizer
+    precision: Precision
+    stages: tuple[Stage, ...]
+    origin: Origin
+    prediction: Prediction | None = None
+    solver: SolverReport | None = None
+    runners_up: tuple[RunnerUp, ...] = ()
+
+    def model_post_init(self, context: Any) -> None:
+        """Check the arithmetic of the batch and that every layer and GPU is used once."""
+        if not self.stages:
+            raise ValueError("a plan needs at least one stage")
+        for index, stage in enumerate(self.stages):
+            rows = self.num_microbatches * stage.microbatch_size * stage.dp_degree
+            if rows != self.global_batch_size:
+                raise ValueError(
+                    f"stage {index}: num_microbatches {self.num_microbatches} x microbatch_size {stage.microbatch_size} x "
+                    f"dp_degree {stage.dp_degree} = {rows}, not global_batch_size {self.global_batch_size}"
+                )
+        for what, names in (
+            ("layer", [name for stage in self.stages for name in stage.layers]),
+            ("GPU", [gpu for stage in self.stages for gpu in stage.gpus]),
+        ):
+            if len(set(names)) != len(names):
+                twice = next(name for name in names if names.count(name) > 1)  # type: ignore[attr-defined]
+                raise ValueError(f"{what} {twice!r} is in two stages")
+
+    @property
+    def pp_degree(self) -> int:
+        """The number of stages."""
+        return len(self.stages)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs used."""
+        return sum(len(stage.gpus) for stage in self.stages)
+
+    @property
+    def tp_degree(self) -> int:
+        """The largest tensor-parallel degree of a stage."""
+        return max(stage.tp_degree for stage in self.stages)
+
+    @property
+    def dp_degree(self) -> int:
+        """The largest data-parallel degree of a stage."""
+        return max(stage.dp_degree for stage in self.stages)
+
+    @property
+    def microbatch_size(self) -> int:
+        """The smallest microbatch of a stage: rows of one replica at a time."""
+        return min(stage.microbatch_size for stage in self.stages)
+
+
+def greatest_common_rows(plan: Plan) -> int:
+    """Return the rows of the largest block that no stage's microbatch splits: what the one process must microbatch by."""
+    return math.gcd(*(stage.microbatch_size for stage in plan.stages))

@@ -1,0 +1,130 @@
+"""The base of every data type, and the one way files are read and written.
+
+Records are frozen; unknown keys are errors that name the nearest valid key; NaN, infinities and values
+outside their range are refused. Files are written whole or not at all.
+"""
+
+import difflib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from planner.errors import FileFormatError, UsageError
+
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Record(BaseModel):
+    """A frozen, validated value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with the given fields changed, validated anew."""
+        return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+
+FROM_FILE = "from file"  # validation context: fields with an encoded form arrive encoded
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+def _field_names(record: type[Record], location: tuple[int | str, ...]) -> list[str]:
+    """Return the valid keys at a location inside a record, best effort, for spelling hints."""
+    names: set[str] = set()
+    seen: set[type] = set()
+
+    def collect(annotation: Any) -> None:
+        if isinstance(annotation, type) and issubclass(annotation, Record) and annotation not in seen:
+            seen.add(annotation)
+            for name, field in annotation.model_fields.items():
+                owners.setdefault(name, set()).add(annotation)
+                collect(field.annotation)
+        for argument in getattr(annotation, "__args__", ()):
+            collect(argument)
+
+    owners: dict[str, set[type[Record]]] = {}
+    collect(record)
+    parent = next((part for part in reversed(location[:-1]) if isinstance(part, str)), None)
+    candidates: list[type[Record]] = [record]
+    if parent is not None:
+        candidates = []
+        for owner in owners.get(parent, set()):
+            stack = [owner.model_fields[parent].annotation]
+            while stack:
+                annotation = stack.pop()
+                if isinstance(annotation, type) and issubclass(annotation, Record):
+                    candidates.append(annotation)
+                stack.extend(getattr(annotation, "__args__", ()))
+    for candidate in candidates:
+        names.update(candidate.model_fields)
+    return sorted(names)
+
+
+def validate(record: type[RecordT], data: Any, *, source: str) -> RecordT:
+    """Return `data` as a record; FileFormatError names the file, the key and what would be right."""
+    try:
+        return record.model_validate(data, context=FROM_FILE)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        location = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            key = str(first["loc"][-1])
+            valid = _field_names(record, first["loc"])
+            near = difflib.get_close_matches(key, valid, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid keys here: {', '.join(valid)}"
+            raise FileFormatError(f"{source}: unknown key {location!r}", hint=hint) from None
+        if first["type"] == "missing":
+            raise FileFormatError(f"{source}: {location!r} is missing", hint=f"add {location!r} to the file") from None
+        message = first["msg"].removeprefix("Value error, ")
+        shown = "" if isinstance(first["input"], Mapping | list | tuple) else f", found {first['input']!r}"
+        where = f"{location!r}: " if location else ""
+        raise FileFormatError(f"{source}: {where}{message}{shown}", hint="correct this value in the file") from None
+
+
+def read_json(path: Path, *, what: str) -> Any:
+    """Return the parsed JSON of a file; NaN and infinities, which JSON does not have, are refused."""
+    text = read_text(path, what=what)
+
+    def refuse(constant: str) -> Any:
+        raise FileFormatError(f"{path}: {constant} is not a number", hint=f"write this {what} again: it was corrupted")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise FileFormatError(
+            f"{path}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}",
+            hint=f"check that this is the {what} file you meant",
+        ) from None
+
+
+def read_text(path: Path, *, what: str) -> str:
+    """Return a file's text; UsageError where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{what} file {str(path)!r} does not exist", hint="check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{what} file {str(path)!r} can't be read: {error}", hint="check the path") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a temporary file beside it takes its place at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
