@@ -1,0 +1,101 @@
+"""What `solve` starts from: the newest profile, and the cluster to plan for, each told with where it comes from."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.cluster import Cluster, default_cluster, read_cluster
+from planner.errors import UsageError
+from planner.local_cluster import CPU_NAME, local_cluster
+from planner.model_profile import ModelProfile, read_profile
+from planner.units import format_bytes, format_seconds
+
+PROFILES_FOLDER = Path("profiles")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFile:
+    """A profile, the file it was read from, and how it was chosen."""
+
+    profile: ModelProfile
+    path: Path
+    hash: str
+    chosen: str
+
+
+def load_profile(path: Path | None) -> ProfileFile:
+    """Return the profile in a file, by default the newest in profiles/; UsageError where there is none."""
+    chosen = ""
+    if path is None:
+        found = sorted(PROFILES_FOLDER.glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+        if not found:
+            raise UsageError(
+                f"no profile in {PROFILES_FOLDER}/",
+                hint="make one with `planner profile MODEL`, or give --profile FILE",
+            )
+        path = found[-1]
+        chosen = f"the newest in {PROFILES_FOLDER}/"
+    profile = read_profile(path)
+    content = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return ProfileFile(profile=profile, path=path, hash=content, chosen=chosen)
+
+
+def describe_profile(file: ProfileFile) -> str:
+    """Return a line for people: which profile, of what, from where."""
+    origin = file.profile.provenance
+    how = f"computed for {origin.gpu}" if origin.device == "fake" or origin.gpu else f"measured on {origin.device}"
+    return f"profile: {file.path} ({', '.join(part for part in (file.chosen, how, origin.dtype) if part)})"
+
+
+def choose_cluster(name: str | None, num_gpus: int, profile: ModelProfile) -> Cluster:
+    """Return the cluster to plan for.
+
+    A .toml path is taken as it is; a shipped name, or the GPU type of the profile, gives nodes of 8 of that type; a
+    profile measured on the CPU gives processes of this machine. UsageError where the cluster is too small or unknown.
+    """
+    if name is not None and (name.endswith(".toml") or "/" in name):
+        cluster = read_cluster(name)
+        if cluster.num_gpus < num_gpus:
+            raise UsageError(
+                f"--gpus {num_gpus} is more than the {cluster.num_gpus} GPUs of cluster {cluster.name!r}",
+                hint=f"raise `count` in {name}, or give --gpus {cluster.num_gpus}",
+            )
+        return cluster
+    gpu = name or profile.provenance.gpu
+    if gpu is not None:
+        return default_cluster(num_gpus, gpu)
+    if profile.provenance.device == CPU_NAME:
+        return local_cluster(num_gpus)
+    raise UsageError(
+        f"the profile was measured on {profile.provenance.device!r}, a GPU type without a file of its own",
+        hint="give --cluster NAME or --cluster FILE.toml",
+    )
+
+
+def describe_cluster(cluster: Cluster, *, assumed: bool) -> str:
+    """Return a line for people: which cluster, with which memory and links, and whether that is an assumption."""
+    groups = " + ".join(f"{group.count} x {group.gpus_per_node} {group.gpu}" for group in cluster.node_groups)
+    memory = ", ".join(
+        f"{format_bytes(gpu.memory)} each" if len(cluster.gpus) == 1 else f"{name} {format_bytes(gpu.memory)}"
+        for name, gpu in sorted(cluster.gpus.items())
+    )
+    links = (
+        f"{cluster.intra_node.bandwidth / 1e9:g} GB/s and {format_seconds(cluster.intra_node.latency)} inside a node"
+    )
+    if sum(group.count for group in cluster.node_groups) > 1:
+        links += (
+            f", {cluster.inter_node.bandwidth / 1e9:g} GB/s and {format_seconds(cluster.inter_node.latency)} between"
+        )
+    kind = "cluster, assumed" if assumed else "cluster"
+    return f"{kind}: {cluster.name} ({groups}, {memory}, {links}; {format_bytes(cluster.memory_reserve)} kept free)"
+
+
+def device_mismatch(profile: ModelProfile, cluster: Cluster) -> str | None:
+    """Return a warning where the profile's times are of another device than the cluster's; None where they agree."""
+    profiled = profile.provenance.gpu or profile.provenance.device
+    planned = sorted({group.gpu for group in cluster.node_groups})
+    if planned == [profiled]:
+        return None
+    return (
+        f"the profile's times are of {profiled}, the cluster's GPUs are {', '.join(planned)}: times are not converted"
+    )

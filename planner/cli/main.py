@@ -1,0 +1,74 @@
+"""The command `planner`: its subcommands, and how errors are told.
+
+Data goes to stdout, everything else to stderr. Exit code 0: done; 1: no plan, or failed; 2: usage; 130: interrupted.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from planner import __version__
+from planner.cli.explain import explain
+from planner.cli.output import say
+from planner.cli.profile import profile
+from planner.cli.solve import solve
+from planner.cli.verify import verify
+from planner.errors import PlannerError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="planner",
+    help="Plan how to train a PyTorch model on many GPUs: profile, solve, verify, train.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(profile)
+app.command()(solve)
+app.command()(explain)
+app.command()(verify)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """Plan how to train a PyTorch model on many GPUs: profile, solve, verify, train."""
+    if version:
+        sys.stdout.write(f"planner {__version__}\n")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; a bug keeps its traceback."""
+    try:
+        code = app(args=arguments, prog_name="planner", standalone_mode=False)
+        sys.stdout.flush()
+    except PlannerError as error:
+        _tell(error.message, error.hint)
+        return error.exit_code
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "planner"
+        _tell(error.format_message().rstrip("."), f"see `{command} --help`")
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has gone, as in `planner ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if code == INTERRUPTED:
+        say("interrupted")
+    return int(code or 0)
+
+
+def _tell(message: str, hint: str) -> None:
+    say(f"error: {message}")
+    if hint:
+        say(f"hint: {hint}")

@@ -1,0 +1,62 @@
+"""What a command writes: data on stdout, everything else on stderr."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+Progress = Callable[[str, int, int], None]  # what is done now, how many are done, how many there are
+
+PIPED_WIDTH = 140  # columns of a table that no terminal shows: enough that no cell is cut
+
+
+def say(text: str) -> None:
+    """Write a line to stderr."""
+    sys.stderr.write(f"{text}\n")
+
+
+def write_line(text: str) -> None:
+    """Write a line to stdout, never wrapped."""
+    sys.stdout.write(f"{text}\n")
+
+
+def write_json(data: Any) -> None:
+    """Write one JSON object to stdout."""
+    sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def write_table(*renderables: "RenderableType") -> None:
+    """Write tables and text to stdout, in colour only where a terminal shows them."""
+    console = _console(sys.stdout.isatty())
+    for renderable in renderables:
+        console.print(renderable)
+
+
+def _console(terminal: bool) -> "Console":
+    from rich.console import Console
+
+    width = None if terminal or "COLUMNS" in os.environ else PIPED_WIDTH
+    return Console(width=width, highlight=False)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Progress]:
+    """Yield a function that moves a progress bar on stderr; without a terminal nothing is shown."""
+    if not sys.stderr.isatty():
+        yield lambda label, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda label, done, total: bar.update(
+            task, description=f"{title}: {label}", completed=done, total=total or None
+        )

@@ -1,0 +1,133 @@
+"""`planner solve --gpus N`: the best plan, to plan.py."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner import __version__
+from planner.cli.inputs import (
+    ProfileFile,
+    choose_cluster,
+    describe_cluster,
+    describe_profile,
+    device_mismatch,
+    load_profile,
+)
+from planner.cli.options import parse_duration, parse_pairs
+from planner.cli.output import progress_bar, say, write_json, write_line, write_table
+from planner.plan import Optimizer, Precision
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster
+    from planner.plan import Origin, Plan
+
+SAMPLES_PER_GPU = 8
+NO_PLAN = 1
+
+
+def solve(
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, help="How many GPUs to plan for.")],
+    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="The profile (the newest in profiles/).")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="h100-sxm or another shipped name, or a .toml (the profile's GPUs)."),
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help=f"Samples per step ({SAMPLES_PER_GPU} per GPU).")
+    ] = None,
+    optimizer: Annotated[Optimizer, typer.Option(help="Whose states to count.")] = "adamw",
+    precision: Annotated[
+        Precision | None, typer.Option(help="How to compute (bf16-mixed for a bfloat16 profile, else fp32).")
+    ] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Fix a part of the plan: tp_degree=2. Repeatable.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Rule out: schedule=gpipe. Repeatable.")
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=0, help="How many runner-ups to show.")] = 3,
+    time_limit: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Stop searching after this time, with the gap told: 60s.")
+    ] = None,
+    theoretical: Annotated[bool, typer.Option("--theoretical", help="Allow plans that can't be emitted yet.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a plan that was edited by hand.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = Path(
+        "plan.py"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Solve for the fastest plan within memory, and write it as plain PyTorch code."""
+    pins, exclusions = parse_pairs(pin or [], "--pin"), parse_pairs(exclude or [], "--exclude")
+    limit = parse_duration(time_limit, "--time-limit")
+    file = load_profile(profile)
+    say(describe_profile(file))
+    chosen = choose_cluster(cluster, gpus, file.profile)
+    say(describe_cluster(chosen, assumed=cluster is None))
+    if warning := device_mismatch(file.profile, chosen):
+        say(f"warning: {warning}")
+    batch = global_batch_size or SAMPLES_PER_GPU * gpus
+    precision = precision or ("bf16-mixed" if file.profile.provenance.dtype == "bfloat16" else "fp32")
+    say(f"step: {batch} samples, {optimizer}, {precision}")
+
+    from planner.solver import SolveRequest
+    from planner.solver import solve as search
+
+    request = SolveRequest(
+        num_gpus=gpus,
+        global_batch_size=batch,
+        optimizer=optimizer,
+        precision=precision,
+        pins=pins,
+        exclusions=exclusions,
+        top=top,
+        time_limit_s=limit,
+        theoretical=theoretical,
+    )
+    with progress_bar("solve") as progress:
+        solution = search(file.profile, chosen, request, origin=_origin(file, chosen), progress=progress)
+    from planner.report import plan_table, solution_json
+
+    if solution.plan is None:
+        if as_json:
+            write_json(solution_json(solution))
+        say(f"error: no plan: {solution.conflict}")
+        for repair in solution.repairs:
+            say(f"hint: {repair}")
+        raise typer.Exit(NO_PLAN)
+    from planner.emitter import emit, write_plan
+
+    write_plan(emit(solution.plan, file.profile), output, force)
+    if as_json:
+        write_json(solution_json(solution))
+    else:
+        write_table(plan_table(solution.plan))
+        write_line(torchrun_line(solution.plan, chosen))
+    say(f"wrote {output}")
+
+
+def _origin(file: ProfileFile, cluster: "Cluster") -> "Origin":
+    from planner.cluster import cluster_hash
+    from planner.plan import Origin
+
+    provenance = file.profile.provenance
+    return Origin(
+        model_path=provenance.model_path,
+        model_hash=provenance.model_hash,
+        build_function=provenance.build_function,
+        inputs_function=provenance.inputs_function,
+        profile_path=str(file.path),
+        profile_hash=file.hash,
+        cluster=cluster.name,
+        cluster_hash=cluster_hash(cluster),
+        torch_version=provenance.torch_version,
+        planner_version=__version__,
+    )
+
+
+def torchrun_line(plan: "Plan", cluster: "Cluster") -> str:
+    """Return the command that starts training by this plan: on every node, where there are several."""
+    per_node = min(plan.num_gpus, cluster.gpus_per_node)
+    num_nodes = -(-plan.num_gpus // per_node)
+    nodes = f" --nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if num_nodes > 1 else ""
+    return f"torchrun{nodes} --nproc-per-node {per_node} train.py"
