@@ -10,7 +10,8 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -37,36 +38,26 @@ FROM_FILE = "from file"  # validation context: fields with an encoded form arriv
 RecordT = TypeVar("RecordT", bound=Record)
 
 
+def _records_at(annotation: Any, location: tuple[int | str, ...]) -> list[type[Record]]:
+    """Return the records that may stand at a location inside a value of this type; best effort, for hints."""
+    if get_origin(annotation) in (Union, UnionType):
+        return [found for member in get_args(annotation) for found in _records_at(member, location)]
+    if get_origin(annotation) is Annotated:
+        return _records_at(get_args(annotation)[0], location)
+    is_record = isinstance(annotation, type) and issubclass(annotation, Record)
+    if not location:
+        return [annotation] if is_record else []
+    first, rest = location[0], location[1:]
+    if is_record:
+        field = annotation.model_fields.get(str(first))
+        return _records_at(field.annotation, rest) if field else []
+    members = get_args(annotation)[1:] if get_origin(annotation) is dict else get_args(annotation)
+    return [found for member in members for found in _records_at(member, rest)]
+
+
 def _field_names(record: type[Record], location: tuple[int | str, ...]) -> list[str]:
-    """Return the valid keys at a location inside a record, best effort, for spelling hints."""
-    names: set[str] = set()
-    seen: set[type] = set()
-
-    def collect(annotation: Any) -> None:
-        if isinstance(annotation, type) and issubclass(annotation, Record) and annotation not in seen:
-            seen.add(annotation)
-            for name, field in annotation.model_fields.items():
-                owners.setdefault(name, set()).add(annotation)
-                collect(field.annotation)
-        for argument in getattr(annotation, "__args__", ()):
-            collect(argument)
-
-    owners: dict[str, set[type[Record]]] = {}
-    collect(record)
-    parent = next((part for part in reversed(location[:-1]) if isinstance(part, str)), None)
-    candidates: list[type[Record]] = [record]
-    if parent is not None:
-        candidates = []
-        for owner in owners.get(parent, set()):
-            stack = [owner.model_fields[parent].annotation]
-            while stack:
-                annotation = stack.pop()
-                if isinstance(annotation, type) and issubclass(annotation, Record):
-                    candidates.append(annotation)
-                stack.extend(getattr(annotation, "__args__", ()))
-    for candidate in candidates:
-        names.update(candidate.model_fields)
-    return sorted(names)
+    """Return the valid keys beside the one at a location inside a record."""
+    return sorted({name for found in _records_at(record, location[:-1]) for name in found.model_fields})
 
 
 def validate(record: type[RecordT], data: Any, *, source: str) -> RecordT:

@@ -7,8 +7,9 @@ Both read the same batches and print the mean loss of every step. `--losses FILE
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -77,11 +78,8 @@ def show(step: int, loss: float, seconds: float) -> None:
 
 def load_plan(path: Path) -> ModuleType:
     """Return plan.py as a module. A script with its plan.py beside it writes `import plan` instead."""
-    spec = importlib.util.spec_from_file_location("plan", path)
-    assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(path.resolve().parent))
+    return importlib.import_module(path.stem)
 
 
 def main() -> None:
