@@ -126,12 +126,13 @@ class LayerCost(Record):
 class LayerClass(Record):
     """Layers that are the same computation: measured once. `body` is the module's own forward, opened once.
 
-    `parameters` are names relative to the layer's module ('' for a layer without one).
+    `signature` maps the parameters of the module's forward to the arguments it is called with, as the body's inputs.
     """
 
     name: Identifier
     module_class: str
     body: Program | None = None
+    signature: Encoded = ()
     shardings: tuple[Sharding, ...] = ()
     costs: tuple[LayerCost, ...]
 

@@ -71,7 +71,15 @@ class Fields:
     items: tuple[tuple[str, Any], ...]
 
 
-Argument = Any  # Ref | ParamRef | BatchInt | Dtype | Constant | Device | Fields | scalar | tuple | list | dict | slice
+@dataclass(frozen=True, slots=True)
+class TrainingValue:
+    """A constant that depends on the training flag of the module it stands in, such as a dropout probability."""
+
+    training: bool | int | float | None
+    evaluation: bool | int | float | None
+
+
+Argument = Any  # Ref | ParamRef | BatchInt | Dtype | Constant | Device | TrainingValue | Fields | scalar | tuple | list | dict | slice
 
 
 def encode(value: Argument) -> Any:
@@ -89,6 +97,8 @@ def encode(value: Argument) -> Any:
             return {"constant": name}
         case Device():
             return {"device": True}
+        case TrainingValue(training, evaluation):
+            return {"training": [training, evaluation]}
         case Fields(items):
             return {"fields": [[name, encode(item)] for name, item in items]}
         case slice():
@@ -117,6 +127,7 @@ _DECODERS: dict[str, Callable[[Any], Argument]] = {
     "dtype": lambda data: Dtype(identifier(data)),
     "constant": lambda data: Constant(identifier(data)),
     "device": lambda data: Device(),
+    "training": lambda data: TrainingValue(data[0], data[1]),
     "fields": lambda data: Fields(tuple((identifier(name), decode(item)) for name, item in data)),
     "slice": lambda data: slice(*(decode(item) for item in data)),
     "tuple": lambda data: tuple(decode(item) for item in data),

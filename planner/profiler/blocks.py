@@ -1,0 +1,107 @@
+"""Chooses which module calls stay whole: the layers a plan assigns to stages.
+
+A module is opened only where that exposes cuts. What stays whole is a *block*: a member of a family of equal siblings
+(the 32 decoder layers), and everything that holds no block.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from planner.errors import UsageError
+from planner.profiler.recorder import Call, Unsupported, is_leaf
+from planner.program import Ref, leaves
+
+
+def find_blocks(model: nn.Module) -> frozenset[str]:
+    """Return the names of the modules that are blocks: siblings of one class of which at least two are equal.
+
+    Siblings are the members of a list, or composite attributes of one module. A list of one composite member counts too
+    (a model of one layer). The blocks inside a block are not listed.
+    """
+    found: set[str] = set()
+    _collect_blocks(model, "", found)
+    return frozenset(found)
+
+
+def _collect_blocks(module: nn.Module, name: str, found: set[str]) -> None:
+    children = [(f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()]
+    is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    equal: dict[tuple[object, ...], int] = {}
+    for _, child in children:
+        if is_list or not is_leaf(child):
+            equal[_signature(child)] = equal.get(_signature(child), 0) + 1
+    families = {signature[0] for signature, count in equal.items() if count >= 2}
+    for child_name, child in children:
+        if type(child) in families and (is_list or not is_leaf(child)) and not isinstance(child, nn.ModuleList):
+            found.add(child_name)
+            continue
+        size = len(found)
+        _collect_blocks(child, child_name, found)
+        alone = isinstance(module, nn.ModuleList) and len(children) == 1 and not is_leaf(child)
+        if alone and len(found) == size:
+            found.add(child_name)
+
+
+def _signature(module: nn.Module) -> tuple[object, ...]:
+    shapes = tuple((name, tuple(param.shape)) for name, param in module.named_parameters(remove_duplicate=False))
+    return (type(module), shapes)
+
+
+def select_calls(model: nn.Module, calls: Iterable[Call], chosen: tuple[str, ...] = ()) -> list[Call]:
+    """Return the calls of a forward with every composite module that exposes cuts replaced by its own calls.
+
+    `chosen` names containers whose members are the blocks (`--blocks model.layers`), instead of what `find_blocks` finds.
+    """
+    modules = dict(model.named_modules())
+    if chosen:
+        for name in chosen:
+            if name not in modules:
+                raise UsageError(f"--blocks names {name!r}, which is no module of the model", hint="names are those of named_modules()")
+        blocks = frozenset(f"{name}.{child}" for name in chosen for child, _ in modules[name].named_children())
+    else:
+        blocks = find_blocks(model)
+    return list(_select(list(calls), modules, blocks))
+
+
+def _select(calls: list[Call], modules: dict[str, nn.Module], blocks: frozenset[str]) -> Iterable[Call]:
+    for call in calls:
+        if call.kind == "module" and not call.leaf and _opens(call, modules[call.target], blocks):
+            yield from _select(call.body, modules, blocks)
+        else:
+            yield call
+
+
+def _opens(call: Call, module: nn.Module, blocks: frozenset[str]) -> bool:
+    """Return whether a composite module's call is replaced by its body."""
+    if hidden_inputs(call) or any(isinstance(leaf, Unsupported) for leaf in leaves((call.args, call.kwargs, call.result))):
+        return True  # it can't be called from other code: it takes or returns what no program holds
+    if module._forward_hooks or module._forward_pre_hooks or call.target in blocks:
+        return False
+    prefix = f"{call.target}."
+    return isinstance(module, nn.Sequential) or any(block.startswith(prefix) for block in blocks)
+
+
+def hidden_inputs(call: Call) -> set[str]:
+    """Return the values that a module's body reads and that reach it by another way than its arguments."""
+    known = {leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)}
+    hidden: set[str] = set()
+
+    def visit(calls: list[Call]) -> None:
+        for inner in calls:
+            if not inner.leaf and inner.kind == "module":
+                visit(inner.body)
+            else:
+                hidden.update(leaf.name for leaf in leaves((inner.args, inner.kwargs)) if isinstance(leaf, Ref) and leaf.name not in known)
+            known.update(leaf.name for leaf in leaves(inner.result) if isinstance(leaf, Ref))
+
+    visit(call.body)
+    return hidden
+
+
+def open_calls(calls: Iterable[Call]) -> list[Call]:
+    """Return the calls with every composite module replaced by its body, down to the leaves."""
+    opened: list[Call] = []
+    for call in calls:
+        opened.extend(open_calls(call.body) if call.kind == "module" and not call.leaf else [call])
+    return opened

@@ -1,0 +1,348 @@
+"""Captures a model's forward as a tree of calls that is valid for any batch, model dtype and training flag.
+
+The forward is recorded several times under fake tensors: with another number of rows, another dtype, and in evaluation
+mode. Constants that change between recordings are what depends on those things; a structure that changes is an error
+(rows) or keeps the training code (evaluation).
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.errors import CaptureError, PlannerError
+from planner.model_file import ModelFile
+from planner.profiler.fake import build_meta, make_fake, model_hash
+from planner.profiler.recorder import Call, Recording, record
+from planner.program import MODEL_DTYPE, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
+
+# Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple.
+_ROWS = (2, 3)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A model's forward as calls, and the model on the meta device that was recorded."""
+
+    model: nn.Module
+    model_hash: str
+    inputs: dict[str, int]
+    calls: tuple[Call, ...]
+    loss_calls: tuple[Call, ...]
+    output: Any
+    tensors: dict[int, Tensor]
+    notes: tuple[str, ...]
+
+
+class _StructureDiffersError(Exception):
+    def __init__(self, what: str, location: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.location = location
+
+
+def named_inputs(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what `example_inputs` gave as positional and keyword arguments; TypeError for anything else."""
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    raise CaptureError(
+        f"example_inputs returned {type(inputs).__name__}, not a tuple or dict of arguments",
+        hint="return a tuple of positional or a dict of keyword arguments of the model",
+    )
+
+
+def input_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors among a model's arguments by the names of its parameters; nested ones get an index."""
+    names = [name for name in inspect.signature(model.forward).parameters]
+    named = {(names[i] if i < len(names) else f"input_{i}"): value for i, value in enumerate(args)} | kwargs
+    return dict(_tensors(named))
+
+
+def _tensors(named: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, tuple | list):
+            yield from _tensors({f"{name}_{index}": item for index, item in enumerate(value)})
+        elif isinstance(value, dict):
+            yield from _tensors({f"{name}_{key}": item for key, item in value.items()})
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(item, change) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_map_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    return value
+
+
+def _record_once(file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype | None, *, training: bool, all_floats: bool) -> Recording:
+    """Return one recording of the model on fake tensors; `all_floats` gives buffers the dtype too."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state = {id(m): (dict(m._parameters), dict(m._buffers)) for m in meta.modules()}
+    flags = {id(m): m.training for m in meta.modules()}
+    try:
+        make_fake(meta, mode, dtype, buffers=all_floats)
+        meta.train(training)
+        for module in meta.modules():
+            module.training = training and flags[id(module)]
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            """Return a fake tensor of its own for every input: two that are one tensor in the example may differ later."""
+            with mode:
+                target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                return torch.empty(tensor.shape, dtype=target, device="cpu")
+
+        examples = file.example_inputs(rows)
+        args, kwargs = named_inputs(meta, _map_tensors(examples, fake))
+        loss: Callable[[Any], Any] | None = None
+        if file.loss_fn is not None and file.example_target is not None:
+            target = _map_tensors(file.example_target(rows), fake)
+            loss_fn = file.loss_fn
+            loss = lambda output: loss_fn(output, target)  # noqa: E731
+        elif file.loss_fn is not None:
+            loss = file.loss_fn
+        with mode:
+            return record(meta, args, kwargs, input_tensors(meta, args, kwargs), loss)
+    except PlannerError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {_user_line(error)})",
+            hint="run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU",
+        ) from error
+    finally:
+        for module in meta.modules():
+            parameters, buffers = state[id(module)]
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+            module.training = flags[id(module)]
+
+
+def _user_line(error: BaseException) -> str:
+    """Return 'file:line' of the innermost frame of an error that is not torch's."""
+    found = "unknown line"
+    trace = error.__traceback__
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in filename and "planner/profiler" not in filename:
+            found = f"{filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
+    """Return the model's forward as calls; CaptureError names the statement that can't be recorded.
+
+    `dtype` replaces that of the model's floating parameters and inputs.
+    """
+    try:
+        meta = build_meta(file.build)
+    except PlannerError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{file.path}: build_model raised {type(error).__name__}: {error} (at {_user_line(error)})",
+            hint="run it by itself; a model that needs a GPU to be built can't be recorded here",
+        ) from error
+    first, second = _ROWS
+    base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
+    notes: list[str] = []
+
+    more_rows = _record_once(file, meta, second, dtype, training=True, all_floats=False)
+    try:
+        merged, rows_numbers = _merge(base, more_rows, _rows_leaf)
+    except _StructureDiffersError as error:
+        raise CaptureError(
+            f"{error.location}: {error.what} differs between batches of {first} and {second} rows",
+            hint="a forward whose structure depends on the batch size can't be cut into microbatches; "
+            "make it independent of the batch, or put that code into a module of its own",
+        ) from None
+
+    double = _record_once(file, meta, first, torch.float64, training=True, all_floats=True)
+    double_numbers: dict[int, int] = {}
+    try:
+        merged, double_numbers = _merge(merged, double, _dtype_leaf)
+    except _StructureDiffersError as error:
+        notes.append(f"{error.location}: {error.what} depends on the dtype; recorded for the profile's dtype only")
+
+    evaluation = _record_once(file, meta, first, dtype, training=False, all_floats=False)
+    try:
+        merged, _ = _merge(merged, evaluation, _training_leaf)
+    except _StructureDiffersError as error:
+        notes.append(f"{error.location}: {error.what} differs in evaluation mode; the training code is recorded")
+
+    tensors = {
+        number: _tensor(tensor, more_rows.tensors[rows_numbers[number]], double.tensors.get(double_numbers.get(number, -1)))
+        for number, tensor in base.tensors.items()
+        if number in rows_numbers
+    }
+    return Capture(
+        model=meta,
+        model_hash=model_hash(meta),
+        inputs=base.inputs,
+        calls=tuple(merged.calls),
+        loss_calls=tuple(merged.loss_calls),
+        output=merged.output,
+        tensors=tensors,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _tensor(base: torch.Tensor, more: torch.Tensor, double: torch.Tensor | None) -> Tensor:
+    dims = tuple(_rows_dim(int(a), int(b)) for a, b in zip(base.shape, more.shape, strict=True))
+    follows = double is not None and double.dtype == torch.float64 and base.is_floating_point()
+    return Tensor(
+        shape=dims,
+        dtype=str(base.dtype).removeprefix("torch."),
+        requires_grad=base.requires_grad,
+        follows_model_dtype=follows,
+    )
+
+
+def _rows_dim(base: int, more: int) -> int | BatchInt:
+    first, second = _ROWS
+    if base == more:
+        return base
+    per_row, remainder = divmod(more - base, second - first)
+    if remainder:
+        raise _StructureDiffersError(f"{base} and {more} rows", "")
+    return BatchInt(per_row, base - per_row * first)
+
+
+Leaf = Callable[[Any, Any], Any]
+
+
+def _rows_leaf(base: Any, other: Any) -> Any:
+    """Unify two constants recorded with different numbers of rows."""
+    if type(base) is int and type(other) is int:
+        return _rows_dim(base, other)
+    raise _StructureDiffersError(f"the constant {base!r} ({other!r} in the larger batch)", "")
+
+
+def _dtype_leaf(base: Any, other: Any) -> Any:
+    """Unify two constants recorded with different model dtypes."""
+    if isinstance(base, Dtype) and isinstance(other, Dtype):
+        return Dtype(MODEL_DTYPE)
+    if isinstance(base, float) and isinstance(other, float):
+        if math.isclose(base, other, rel_tol=1e-6) or abs(base) > 1e4:  # rounding, or a dtype's limit used as a mask value
+            return base
+    if isinstance(base, BatchInt) and type(other) is int and base.at(_ROWS[0]) == other:
+        return base
+    raise _StructureDiffersError(f"the constant {base!r} ({other!r} in float64)", "")
+
+
+def _training_leaf(base: Any, other: Any) -> Any:
+    """Unify two constants recorded in training and in evaluation mode."""
+    if isinstance(base, BatchInt) and type(other) is int and base.at(_ROWS[0]) == other:
+        return base
+    if base == Dtype(MODEL_DTYPE) and isinstance(other, Dtype):
+        return base
+    if isinstance(base, bool | int | float) and isinstance(other, bool | int | float):
+        return TrainingValue(base, other)
+    raise _StructureDiffersError(f"the constant {base!r} ({other!r} in evaluation)", "")
+
+
+def _merge(base: Recording, other: Recording, leaf: Leaf) -> tuple[Recording, dict[int, int]]:
+    """Return `base` with every constant that differs from `other` unified by `leaf`, and other's number of each value.
+
+    A call may return its own operand in one recording and a copy in the other (a cast to the dtype it has, a dropout
+    that is off): a value of one recording may stand for several of the other.
+    """
+    merger = _Merger(leaf)
+    merger.pair_inputs(base, other)
+    merged = replace(
+        base,
+        calls=merger.calls(base.calls, other.calls),
+        loss_calls=merger.calls(base.loss_calls, other.loss_calls),
+        output=merger.unify(base.output, other.output),
+    )
+    return merged, merger.numbers
+
+
+class _Merger:
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+        self.pairs: set[tuple[Ref | ParamRef, Ref | ParamRef]] = set()
+        self.numbers: dict[int, int] = {}
+
+    def pair_inputs(self, base: Recording, other: Recording) -> None:
+        """Pair the inputs of the two recordings."""
+        for name, number in base.inputs.items():
+            self._pair(Ref(str(number)), Ref(str(other.inputs[name])))
+
+    def _pair(self, base: Any, other: Any) -> Any:
+        if isinstance(base, Ref | ParamRef) and isinstance(other, Ref | ParamRef):
+            self.pairs.add((base, other))
+            if isinstance(base, Ref) and isinstance(other, Ref):
+                self.numbers.setdefault(int(base.name), int(other.name))
+            return base
+        return self.leaf(base, other) if base != other else base
+
+    def calls(self, base: list[Call], other: list[Call]) -> list[Call]:
+        """Return the calls of `base`, unified."""
+        merged = []
+        for index in range(max(len(base), len(other))):
+            if index >= len(base) or index >= len(other):
+                extra = (base if index < len(base) else other)[index]
+                raise _StructureDiffersError(f"whether `{extra.target or extra.kind}` is called", extra.location or extra.scope)
+            merged.append(self._call(base[index], other[index]))
+        return merged
+
+    def _call(self, base: Call, other: Call) -> Call:
+        where = base.location or base.scope
+        if (base.kind, base.target) != (other.kind, other.target):
+            raise _StructureDiffersError(f"`{base.target}` or `{other.target}` being called", where)
+        try:
+            args, kwargs = self.unify(base.args, other.args), self.unify(base.kwargs, other.kwargs)
+            body = self.calls(base.body, other.body)
+            result = _walk(base.result, other.result, self._pair)
+        except _StructureDiffersError as error:
+            if error.location:
+                raise
+            raise _StructureDiffersError(f"{error.what} of `{base.target or base.kind}`", where) from None
+        return replace(base, args=args, kwargs=kwargs, result=result, body=body)
+
+    def unify(self, base: Any, other: Any) -> Any:
+        """Return an argument of `base` unified with that of `other`."""
+        return _walk(base, other, self._read)
+
+    def _read(self, base: Any, other: Any) -> Any:
+        if isinstance(base, Ref | ParamRef) and isinstance(other, Ref | ParamRef):
+            if (base, other) in self.pairs or (base == other and isinstance(base, ParamRef)):
+                return base
+            raise _StructureDiffersError("which value is used", "")
+        if type(base) is type(other) and (base == other or (base != base and other != other)):
+            return base
+        return self.leaf(base, other)
+
+
+def _walk(base: Any, other: Any, change: Leaf) -> Any:
+    """Return a structure with `change` applied to each pair of leaves of two structures of the same form."""
+    if type(base) is type(other):
+        match base:
+            case Fields() if [name for name, _ in base.items] == [name for name, _ in other.items]:
+                pairs = zip(base.items, other.items, strict=True)
+                return Fields(tuple((name, _walk(a, b, change)) for (name, a), (_, b) in pairs))
+            case tuple() if len(base) == len(other):
+                return tuple(_walk(a, b, change) for a, b in zip(base, other, strict=True))
+            case list() if len(base) == len(other):
+                return [_walk(a, b, change) for a, b in zip(base, other, strict=True)]
+            case dict() if list(base) == list(other):
+                return {key: _walk(item, other[key], change) for key, item in base.items()}
+            case slice():
+                items = zip((base.start, base.stop, base.step), (other.start, other.stop, other.step), strict=True)
+                return slice(*(_walk(a, b, change) for a, b in items))
+    return change(base, other)

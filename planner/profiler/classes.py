@@ -1,0 +1,103 @@
+"""Opens each layer class once: the body of its module, and how that can be divided by tensor parallelism."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from planner.model_profile import Sharding
+from planner.profiler.blocks import open_calls
+from planner.profiler.capture import Capture
+from planner.profiler.layers import build_program
+from planner.profiler.recorder import Call
+from planner.program import Program, Ref, leaves, map_argument
+from planner.tp_rules import ModuleInfo, find_shardings, standalone_sharding
+
+# torch's own modules that map every element by itself, by their documentation.
+_ELEMENTWISE = (
+    *(nn.Dropout, nn.AlphaDropout, nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.ReLU6, nn.ELU, nn.SELU, nn.CELU, nn.Mish),
+    *(nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign),
+)
+
+
+@dataclass(frozen=True)
+class OpenedClass:
+    """The body of a layer class: `None` where the layer is one leaf module; `signature` names what it is called with."""
+
+    body: Program | None
+    signature: tuple[tuple[str, Any], ...]
+    modules: dict[str, ModuleInfo]
+    parameter_shapes: dict[str, tuple[int, ...]]
+
+
+def open_class(capture: Capture, call: Call) -> OpenedClass:
+    """Return the opened body of the layer class that a module call stands for."""
+    module = capture.model.get_submodule(call.target)
+    shapes = {name: tuple(p.shape) for name, p in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]}
+    if call.leaf:
+        return OpenedClass(None, (), {"": _module_info(capture, call, module)}, shapes)
+    calls = open_calls([call])
+    signature = _signature(call, module)
+    inputs = _input_names(signature)
+    body = build_program(calls, inputs, call.result, capture.tensors, relative_to=call.target)
+    named = tuple((name, map_argument(value, lambda leaf: Ref(inputs[leaf.name]) if isinstance(leaf, Ref) else leaf)) for name, value in signature)
+    modules: dict[str, ModuleInfo] = {}
+    for inner in calls:
+        if inner.kind == "module":
+            relative = "" if inner.target == call.target else inner.target.removeprefix(f"{call.target}.")
+            modules[relative] = _module_info(capture, inner, capture.model.get_submodule(inner.target))
+    return OpenedClass(body, named, modules, shapes)
+
+
+def _signature(call: Call, module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Return the arguments of a call by the names of the forward's parameters; *args are named by position."""
+    names: list[str] = []
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(name)
+    positional = [(names[i] if i < len(names) else f"args_{i - len(names)}", value) for i, value in enumerate(call.args)]
+    return (*positional, *call.kwargs.items())
+
+
+def _input_names(signature: tuple[tuple[str, Any], ...]) -> dict[str, str]:
+    """Return names for the values among a call's arguments: the parameter's, with an index inside containers."""
+    names: dict[str, str] = {}
+    for parameter, value in signature:
+        refs = list(dict.fromkeys(leaf.name for leaf in leaves(value) if isinstance(leaf, Ref)))
+        for position, number in enumerate(refs):
+            names.setdefault(number, parameter if isinstance(value, Ref) else f"{parameter}_{position}")
+    return names
+
+
+def _module_info(capture: Capture, call: Call, module: nn.Module) -> ModuleInfo:
+    parameters = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return ModuleInfo(kind="linear", parameters=parameters, num_bytes=num_bytes)
+    if isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and type(module).forward is nn.Embedding.forward:
+        return ModuleInfo(kind="embedding", parameters=parameters, num_bytes=num_bytes)
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's: y = x @ weight + bias, weight [in, out]
+        return ModuleInfo(kind="linear", parameters=parameters, num_bytes=num_bytes, weight_out_dim=1)
+    if isinstance(module, _ELEMENTWISE):
+        return ModuleInfo(kind="elementwise", parameters=parameters, num_bytes=num_bytes)
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return ModuleInfo(kind="normalization", parameters=parameters, num_bytes=num_bytes, normalized_dims=len(module.normalized_shape))
+    if call.leaf and call.body and not type(module).__module__.startswith("torch."):
+        refs = list(dict.fromkeys(leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)))
+        inputs = {number: f"input_{position}" for position, number in enumerate(refs)}
+        body = build_program(call.body, inputs, call.result, capture.tensors, relative_to=call.target)
+        return ModuleInfo(kind="recorded", parameters=parameters, num_bytes=num_bytes, body=body)
+    if call.leaf and not parameters and not call.body:
+        return ModuleInfo(kind="elementwise" if isinstance(module, nn.Identity) else "opaque", parameters=parameters)
+    return ModuleInfo(kind="opaque", parameters=parameters, num_bytes=num_bytes)
+
+
+def shardings_of(capture: Capture, call: Call, opened: OpenedClass, degree: int) -> tuple[Sharding, ...]:
+    """Return the ways to divide a layer class over `degree` ranks, best first; empty where nothing divides."""
+    if opened.body is not None:
+        return find_shardings(opened.body, opened.modules, opened.parameter_shapes, degree)
+    inputs = tuple(capture.tensors[int(leaf.name)] for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref))
+    if not isinstance(call.result, Ref):
+        return ()
+    return standalone_sharding(opened.modules[""], inputs, capture.tensors[int(call.result.name)], degree)

@@ -1,0 +1,316 @@
+"""Records one forward of a model as a tree of calls.
+
+Two hooks see everything that happens between modules: `nn.Module.__call__` is wrapped for the modules of the model, and a
+`TorchFunctionMode` sees every call of a torch function or tensor method outside the leaf modules. A composite module's
+call holds the calls of its own forward in `body`, so that it can be kept as one call or opened.
+
+Values are numbered in the order of their making; a tensor object is one value, so aliasing and in-place writes keep
+their meaning: a call that returns or writes a value that already exists refers to that value again.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from planner.errors import CaptureError
+from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref
+
+# Calls that turn a tensor into a Python value: under fake tensors they raise; with real ones they would bake a branch.
+_VALUE_READS = {"__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__contains__"}
+_IN_PLACE_DUNDERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__", "__ifloordiv__"}
+_OPERATORS = {
+    name: f"operator.{name.strip('_')}" if name not in ("__and__", "__or__", "__invert__") else f"operator.{name.strip('_')}_"
+    for name in (
+        *("__add__", "__sub__", "__mul__", "__truediv__", "__floordiv__", "__mod__", "__pow__", "__matmul__", "__neg__"),
+        *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__invert__"),
+    )
+}
+_OPERATORS["__invert__"] = "operator.invert"
+
+
+@dataclass
+class Call:
+    """One recorded call; `scope` is the module in whose forward it stands.
+
+    `body` are the calls inside a module, also those of a leaf that is not torch's own: a leaf is never opened, but what
+    it does to a divided value is read from its body.
+    """
+
+    kind: NodeKind
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    scope: str
+    no_grad: bool
+    location: str
+    result: Any = None
+    in_place: bool = False
+    leaf: bool = False
+    body: list["Call"] = field(default_factory=list)
+
+
+@dataclass
+class Recording:
+    """The calls of a forward, the values they made (by number) and the structure of the output and the loss."""
+
+    inputs: dict[str, int]
+    calls: list[Call]
+    output: Any
+    loss_calls: list[Call]
+    tensors: dict[int, torch.Tensor]
+
+
+class Unsupported:
+    """Stands for an argument that no program can hold; an error only if the call that has it is emitted."""
+
+    def __init__(self, value: object) -> None:
+        self.description = f"{type(value).__module__}.{type(value).__qualname__}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unsupported) and other.description == self.description
+
+    def __hash__(self) -> int:
+        return hash(self.description)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether a module is always called whole: it has no children, or is torch's own and no container."""
+    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return False
+    return not any(True for _ in module.children()) or type(module).__module__.startswith("torch.nn")
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.params = {id(p): name for name, p in [*model.named_parameters(), *model.named_buffers()]}
+        self.values: dict[int, int] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.frames: list[list[Call]] = [[]]
+        self.scopes = [""]
+        self.in_leaf = False
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def bind(self, tensor: torch.Tensor) -> int:
+        """Return the number of a tensor, a new one if it has none."""
+        if id(tensor) not in self.values:
+            self.values[id(tensor)] = len(self.tensors)
+            self.tensors[len(self.tensors)] = tensor  # kept alive, so that ids stay unique
+        return self.values[id(tensor)]
+
+    def encode(self, value: Any, *, defining: bool = False) -> Any:
+        """Return a Python value as a program argument; tensors become references."""
+        match value:
+            case torch.Tensor():
+                if id(value) in self.params:
+                    return ParamRef(self.params[id(value)])
+                if not defining and id(value) not in self.values:
+                    raise self._unknown_tensor(value)
+                return Ref(str(self.bind(value)))
+            case torch.Size():
+                return tuple(int(item) for item in value)
+            case slice():
+                return slice(*(self.encode(item, defining=defining) for item in (value.start, value.stop, value.step)))
+            case tuple() if hasattr(value, "_fields"):
+                return Fields(tuple((k, self.encode(getattr(value, k), defining=defining)) for k in value._fields))
+            case tuple():
+                return tuple(self.encode(item, defining=defining) for item in value)
+            case list():
+                return [self.encode(item, defining=defining) for item in value]
+            case dict() if type(value) is not dict:
+                return Fields(tuple((str(k), self.encode(v, defining=defining)) for k, v in value.items()))
+            case dict():
+                return {key: self.encode(item, defining=defining) for key, item in value.items()}
+            case torch.dtype():
+                return Dtype(str(value).removeprefix("torch."))
+            case torch.device():
+                return Device()
+            case torch.memory_format() | torch.layout():
+                return Constant(str(value).removeprefix("torch."))
+            case None | bool() | int() | float() | complex() | str():
+                return value
+        if value is Ellipsis:
+            return value
+        if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+            names = value.__dataclass_fields__
+            return Fields(tuple((name, self.encode(getattr(value, name), defining=defining)) for name in names))
+        return Unsupported(value)
+
+    def _unknown_tensor(self, tensor: torch.Tensor) -> CaptureError:
+        shape = tuple(tensor.shape)
+        return CaptureError(
+            f"{self.location()}: a tensor of shape {shape} in {self.scopes[-1] or 'the model'} was made where recording "
+            "can't see it (a plain attribute, numpy, a custom autograd function, or C++)",
+            hint="register it as a buffer, or put the code that makes it into a module of its own",
+        )
+
+    def location(self) -> str:
+        """Return 'file:line' of the innermost statement that is not torch's."""
+        frame: FrameType | None = None
+        for frame, _ in traceback.walk_stack(None):
+            filename = frame.f_code.co_filename
+            if "/torch/" not in filename and not filename.startswith("<") and filename != __file__:
+                return f"{filename}:{frame.f_lineno}"
+        return "unknown line"
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def add(self, kind: NodeKind, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return a new call with encoded arguments, not yet appended."""
+        return Call(
+            kind=kind,
+            target=target,
+            args=tuple(self.encode(item) for item in args),
+            kwargs={key: self.encode(item) for key, item in kwargs.items()},
+            scope=self.scopes[-1],
+            no_grad=not torch.is_grad_enabled(),
+            location=self.location() if kind != "module" else "",
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.in_leaf:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        try:
+            result = func(*args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            if name in _VALUE_READS or "DataDependent" in type(error).__name__ or "DynamicOutputShape" in type(error).__name__:
+                raise CaptureError(
+                    f"{self.location()}: `{name}` reads the value of a tensor in {self.scopes[-1] or 'the model'}: "
+                    "the code after it depends on the data, so no fixed program computes it",
+                    hint="move the value-dependent code into a module of its own (it is then called whole), or remove it",
+                ) from error
+            raise
+        if not (name == "__setitem__" or any(isinstance(item, torch.Tensor) for item in _flatten(result))):
+            return result
+        kind, target = _target(func, name)
+        if kind == "skip":
+            return result
+        known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
+        call = self.add(kind, target, tuple(args), kwargs)
+        call.result = self.encode(result, defining=True)
+        call.in_place = (
+            name in _IN_PLACE_DUNDERS
+            or name == "__setitem__"
+            or (name.endswith("_") and not name.endswith("__"))
+            or kwargs.get("inplace") is True
+            or any(id(item) in known for item in _flatten(kwargs.get("out")))
+        )
+        if name == "__setitem__":
+            call.result = call.args[0]
+        self.frames[-1].append(call)
+        return result
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module's call, recording it; inside a leaf nothing is recorded."""
+        name = self.names.get(id(module))
+        if self.in_leaf or not name:
+            return original(module, *args, **kwargs)
+        call = self.add("module", name, args, kwargs)
+        call.leaf = is_leaf(module)
+        self.in_leaf = call.leaf and type(module).__module__.startswith("torch.")
+        self.frames.append(call.body)
+        self.scopes.append(name)
+        try:
+            result = original(module, *args, **kwargs)
+        finally:
+            self.frames.pop()
+            self.scopes.pop()
+            self.in_leaf = False
+        call.result = self.encode(result, defining=True)
+        self.frames[-1].append(call)
+        return result
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _flatten(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+def _target(func: Any, name: str) -> tuple[Any, str]:
+    """Return the kind and name by which a program calls a torch function."""
+    if name == "__get__":
+        owner = (resolve_name(func) or "").split(".")
+        return ("attribute", owner[-2]) if len(owner) >= 2 else ("skip", "")
+    if name == "__set__":
+        raise CaptureError(f"setting an attribute of a tensor ({resolve_name(func)}) can't be recorded", hint="use a method")
+    if name == "__getitem__":
+        return "getitem", ""
+    if name == "__setitem__":
+        return "setitem", ""
+    resolved = resolve_name(func) or ""
+    namespace, _, attribute = resolved.rpartition(".")
+    if namespace in ("torch.Tensor", "torch._C.TensorBase", "torch._C._TensorBase"):
+        if attribute in _OPERATORS:
+            return "function", _OPERATORS[attribute]
+        return "method", attribute
+    if namespace.startswith("torch"):
+        for public in ("torch.nn.functional", "torch.special", "torch.fft", "torch.linalg", "torch._C._nn", "torch"):
+            module: Any = torch
+            for part in public.split(".")[1:]:
+                module = getattr(module, part)
+            if getattr(module, name, None) is func:
+                return "function", f"{public}.{name}"
+        return "function", resolved
+    for public in ("torch.nn.functional", "torch", "torch._C._nn"):
+        module = torch
+        for part in public.split(".")[1:]:
+            module = getattr(module, part)
+        if getattr(module, name, None) is func:
+            return "function", f"{public}.{name}"
+    return "function", resolved or name
+
+
+@contextmanager
+def _patched_module_call(recorder: _Recorder) -> Iterator[None]:
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(original, module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: dict[str, torch.Tensor],
+    loss: Callable[[Any], Any] | None,
+) -> Recording:
+    """Return the recording of `model(*args, **kwargs)` and of `loss(output)`.
+
+    `inputs` names the tensors among the arguments. Call it under the fake-tensor mode that the tensors belong to.
+    """
+    recorder = _Recorder(model)
+    named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
+    with _patched_module_call(recorder), recorder:
+        output = model(*args, **kwargs)
+        calls = recorder.frames[0]
+        recorder.frames[0] = []
+        structure = recorder.encode(output, defining=True)
+        if loss is not None:
+            loss(output)
+    return Recording(named, calls, structure, recorder.frames[0], recorder.tensors)
