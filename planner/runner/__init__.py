@@ -1,0 +1,1 @@
+"""Running plans: a pool of processes, and `verify`."""

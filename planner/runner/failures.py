@@ -1,0 +1,126 @@
+"""Which rank failed first, and what to tell about it.
+
+When one rank fails the others fail too, a moment later, because their peer is gone, or wait for it until they are
+ended. What people need is the first cause, so failures that only follow from another are told in one line each.
+"""
+
+import linecache
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner import errors
+from planner.errors import PlannerError, VerifyError
+
+# what gloo, NCCL and torch's store say when a peer is gone or does not answer
+_FOLLOWS_FROM_A_PEER = re.compile(
+    r"gloo/|closed by peer|reset by peer|NCCL|TCPStore|recvValue|Broken pipe|Socket closed|process group .*abort"
+)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+MAX_FRAMES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one rank failed; `time_s` is on the monotonic clock of the machine, `stack` where it was last seen."""
+
+    rank: int
+    time_s: float
+    summary: str
+    details: str = ""
+    hint: str = ""
+    follows: bool = False
+    silent: bool = False
+    error_class: str = ""
+
+
+def raised(rank: int, time_s: float, kind: str, message: str, hint: str, details: str, error_class: str) -> Failure:
+    """Return the failure of a rank whose code raised; `error_class` names a PlannerError to raise again as it is."""
+    return Failure(
+        rank=rank,
+        time_s=time_s,
+        summary=message if error_class else f"rank {rank} raised {kind}: {message}",
+        details="" if error_class else details,
+        hint=hint,
+        follows=not error_class and bool(_FOLLOWS_FROM_A_PEER.search(message)),
+        error_class=error_class,
+    )
+
+
+def died(rank: int, time_s: float, exit_code: int, log: str) -> Failure:
+    """Return the failure of a rank whose process ended without an answer; `exit_code` is negative for a signal."""
+    tail = "\n".join(log.strip().splitlines()[-MAX_FRAMES * 2 :])
+    if exit_code >= 0:
+        summary = f"rank {rank} ended with exit code {exit_code} before it was done"
+        return Failure(
+            rank=rank, time_s=time_s, summary=summary, details=tail, hint="look for os._exit or a crash in the model"
+        )
+    number = -exit_code
+    names = {member.value: member.name for member in signal.Signals}
+    hint = "look at the last lines that it wrote, above" if tail else "look for what sent the signal"
+    if number == signal.SIGKILL:
+        hint = "the system kills processes when memory runs out: check free memory, or use fewer processes"
+    return Failure(
+        rank=rank,
+        time_s=time_s,
+        summary=f"rank {rank} was killed by signal {number} ({names.get(number, 'unknown')})",
+        details=tail,
+        hint=hint,
+        follows=number == signal.SIGABRT,  # gloo and NCCL abort the process when a peer is gone
+    )
+
+
+def silent(rank: int, time_s: float, timeout_s: float, stack: str) -> Failure:
+    """Return the failure of a rank that did not answer in time; `stack` is faulthandler's text, or empty."""
+    where = f"last seen in\n{stack}" if stack else "it shows no stack: it is stopped, or not yet started"
+    return Failure(
+        rank=rank,
+        time_s=time_s,
+        summary=f"rank {rank} did not answer within {timeout_s:g} s",
+        details=where,
+        hint="allow more time if the machine is slow; otherwise the stack shows what it waits for",
+        follows=is_waiting(stack),
+        silent=True,
+    )
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """Return the failure the others follow from: the earliest of its own, else a silent rank, else the earliest."""
+
+    def order(failure: Failure) -> tuple[int, float, int]:
+        if failure.silent:
+            return (2 if failure.follows else 1, failure.time_s, failure.rank)
+        return (3 if failure.follows else 0, failure.time_s, failure.rank)
+
+    return min(failures, key=order)
+
+
+def failure_error(failures: Sequence[Failure]) -> PlannerError:
+    """Return the error to raise for the failures of a job: the first cause in full, the others in a line each."""
+    cause = first_cause(failures)
+    others = [
+        f"  also: {failure.summary.splitlines()[0]}"
+        for failure in sorted(failures, key=lambda failure: failure.rank)
+        if failure is not cause and not (cause.error_class and failure.summary == cause.summary)
+    ]
+    message = "\n".join(part for part in (cause.summary, cause.details.rstrip(), *others) if part)
+    error_class = getattr(errors, cause.error_class) if cause.error_class else VerifyError
+    error: PlannerError = error_class(cause.summary if cause.error_class else message, hint=cause.hint)
+    return error
+
+
+def main_thread(stack: str) -> str:
+    """Return the innermost frames of the main thread in a dump of faulthandler, which lists that thread last."""
+    sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", stack)
+    lines = [line for line in sections[-1].splitlines() if _FRAME.search(line)]
+    return "\n".join(lines[:MAX_FRAMES])
+
+
+def is_waiting(stack: str) -> bool:
+    """Return whether the innermost frame of a stack waits for another rank rather than computing or sleeping."""
+    frame = _FRAME.search(stack)
+    if frame is None:
+        return False
+    line = linecache.getline(frame["file"], int(frame["line"]))
+    return "torch/distributed" in frame["file"] or ".wait(" in line or "dist." in line
