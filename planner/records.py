@@ -65,7 +65,9 @@ def validate(record: type[RecordT], data: Any, *, source: str) -> RecordT:
     try:
         return record.model_validate(data, context=FROM_FILE)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        problems = error.errors(include_url=False)
+        # A misspelt key is missing under its right name too: the spelling is what to tell.
+        first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
         location = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             key = str(first["loc"][-1])

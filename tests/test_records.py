@@ -63,6 +63,7 @@ def test_replace_validates_anew() -> None:
         ({"inner": {"weight": 1, "wieght": 2}}, ["unknown key 'inner.wieght'"], "did you mean 'weight'?"),
         ({"many": [{"weight": 1, "shares": 2}]}, ["unknown key 'many.0.shares'"], "did you mean 'share'?"),
         ({"by_name": {"a": {"weight": 1, "zzz": 2}}}, ["unknown key 'by_name.a.zzz'"], "share, weight"),
+        ({"inner": {"wieght": 1}}, ["unknown key 'inner.wieght'"], "did you mean 'weight'?"),
         ({"inner": {}}, ["'inner.weight' is missing"], "add 'inner.weight'"),
         ({"inner": {"weight": -1}}, ["inner.weight", "greater than or equal to 0", "-1"], "correct"),
         ({"inner": {"weight": math.nan}}, ["inner.weight", "finite", "nan"], "correct"),
