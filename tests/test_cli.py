@@ -1,0 +1,393 @@
+"""The command line: what it prints where, exit codes, and one clear error with a hint for every bad input."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli.inputs import choose_cluster, describe_cluster, device_mismatch, load_profile
+from planner.cli.main import main
+from planner.cli.options import parse_counts, parse_duration, parse_pairs
+from planner.cli.solve import torchrun_line
+from planner.cluster import default_cluster
+from planner.errors import PlannerError, UsageError
+from planner.local_cluster import local_cluster, machine_memory_bytes
+from planner.model_profile import (
+    SCHEMA_VERSION,
+    Layer,
+    LayerClass,
+    LayerCost,
+    ModelProfile,
+    Parameter,
+    Provenance,
+    write_profile,
+)
+from planner.plan import Origin, Plan, Stage
+from planner.program import BatchInt, Node, Program, Ref, Tensor
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    def assert_one_error(self, code: int, *words: str) -> None:
+        """One error and a hint on stderr, no traceback, nothing on stdout."""
+        lines = self.err.splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        assert (self.code, len(errors), self.out) == (code, 1, ""), self
+        assert any(line.startswith("hint: ") for line in lines), self.err
+        assert "Traceback" not in self.err
+        assert all(word in self.err for word in words), self.err
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], folder: Path) -> Run:
+    """A function that runs a command line inside an empty folder."""
+
+    def run_line(*arguments: str) -> Done:
+        code = main(arguments)
+        out, err = capfd.readouterr()
+        return Done(code, out, err)
+
+    return run_line
+
+
+def small_profile(**provenance: Any) -> ModelProfile:
+    """A profile of one linear layer, as if measured on the CPU."""
+    cost = LayerCost(
+        microbatch_size=1,
+        forward_time_s=1e-3,
+        backward_input_time_s=1e-3,
+        backward_weight_time_s=1e-3,
+        activation_bytes=0,
+        saved_input_bytes=16,
+        saved_output_bytes=0,
+        transient_bytes=16,
+        param_bytes=64,
+        trainable_param_count=16,
+        forward_flops=32,
+        source="measured",
+    )
+    values = {
+        "model_path": "model.py",
+        "model_hash": "0" * 16,
+        "torch_version": "2.13.0",
+        "device": "cpu",
+        "dtype": "float32",
+        "input_shapes": {"x": (1, 4)},
+    }
+    tensor = Tensor(shape=(BatchInt(1), 4), dtype="float32", requires_grad=True)
+    return ModelProfile(
+        name="model",
+        provenance=Provenance(**(values | provenance)),
+        param_count=16,
+        trainable_param_count=16,
+        forward_flops_per_row=32,
+        parameters={"linear.weight": Parameter(shape=(4, 4), dtype="float32", num_bytes=64, trainable=True)},
+        layers=(
+            Layer(name="linear", layer_class="Linear", module="linear", start=0, stop=1, parameters=("linear.weight",)),
+        ),
+        layer_classes=(LayerClass(name="Linear", module_class="torch.nn.Linear", costs=(cost,)),),
+        program=Program(
+            inputs=("x",),
+            nodes=(Node(name="y", kind="module", target="linear", args=(Ref("x"),), result=Ref("y")),),
+            output=Ref("y"),
+            tensors={"x": tensor, "y": tensor},
+        ),
+    )
+
+
+def small_plan(num_gpus: int) -> Plan:
+    return Plan(
+        global_batch_size=num_gpus,
+        num_microbatches=1,
+        schedule="1f1b",
+        data_parallel="replicated",
+        optimizer="adamw",
+        precision="fp32",
+        stages=(Stage(layers=("linear",), dp_degree=num_gpus, microbatch_size=1, gpus=tuple(range(num_gpus))),),
+        origin=Origin(
+            model_path="",
+            model_hash="",
+            profile_path="",
+            profile_hash="",
+            cluster="",
+            cluster_hash="",
+            torch_version="",
+            planner_version="",
+        ),
+    )
+
+
+def change_profile(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Write the small profile with a change made to its JSON; NaN is written as Python's json writes it."""
+    write_profile(small_profile(), path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+# --- starting -------------------------------------------------------------------------------------------------------
+
+BLOCKED_START = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is imported at start")
+sys.meta_path.insert(0, Block())
+from planner.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        ([], 0),
+        (["--version"], 0),
+        (["profile", "--help"], 0),
+        (["solve", "--help"], 0),
+        (["explain", "--help"], 0),
+        (["verify", "--help"], 0),
+        (["explain", "missing.py"], 2),
+        (["solve", "--gpus", "4"], 2),
+    ],
+)
+def test_starts_without_torch(folder: Path, arguments: list[str], code: int) -> None:
+    line = [sys.executable, "-c", BLOCKED_START, *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (code == 0)
+
+
+def test_help_names_every_command(run: Run) -> None:
+    done = run("--help")
+    assert done.code == 0
+    assert all(command in done.out for command in ("profile", "solve", "explain", "verify"))
+
+
+def test_python_dash_m(folder: Path) -> None:
+    line = [sys.executable, "-m", "planner", "--version"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("planner ")
+
+
+# --- usage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["solve"], ["--gpus", "planner solve --help"]),
+        (["solve", "--gpus", "0"], ["--gpus", "1"]),
+        (["solve", "--gpus", "-4"], ["--gpus", "1"]),
+        (["solve", "--gpus", "four"], ["--gpus"]),
+        (["solve", "--gpus", "4", "--global-batch-size", "0"], ["--global-batch-size"]),
+        (["solve", "--gpus", "4", "--pin", "tp_degree"], ["--pin 'tp_degree'", "KEY=VALUE"]),
+        (["solve", "--gpus", "4", "--exclude", "=2"], ["--exclude '=2'", "KEY=VALUE"]),
+        (["solve", "--gpus", "4", "--time-limit", "soon"], ["--time-limit", "90s"]),
+        (["solve", "--gpus", "4", "--time-limit", "0"], ["--time-limit", "longer than 0 s"]),
+        (["solve", "--gpus", "4", "--optimizer", "lion"], ["--optimizer", "adamw"]),
+        (["solve", "--gpus", "4", "--colour"], ["--colour"]),
+        (["solve", "--gpus", "4"], ["no profile in profiles/", "planner profile MODEL"]),
+        (["solve", "--gpus", "4", "--profile", "none.json"], ["profile", "none.json", "does not exist"]),
+        (["profile"], ["MODEL"]),
+        (["profile", "model.py", "--tp", "1,x"], ["--tp '1,x'", "1,2,4"]),
+        (["profile", "model.py", "--microbatch-sizes", "0"], ["--microbatch-sizes '0'"]),
+        (["profile", "model.py", "--device", "cpu", "--gpu", "h100-sxm"], ["--device cpu", "--gpu h100-sxm"]),
+        (["profile", "model.py", "--device", "tpu"], ["--device"]),
+        (["plan"], ["plan"]),
+        (["verify", "plan.py", "--timeout", "x"], ["--timeout"]),
+    ],
+)
+def test_usage_errors(run: Run, folder: Path, arguments: list[str], words: list[str]) -> None:
+    run(*arguments).assert_one_error(2, *words)
+    assert list(folder.iterdir()) == []
+
+
+def test_interrupting_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(path: Path | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.cli.solve.load_profile", interrupt)
+    done = run("solve", "--gpus", "4")
+    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+
+
+def test_a_bug_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path | None) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("planner.cli.solve.load_profile", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("solve", "--gpus", "4")
+
+
+def test_a_reader_that_leaves_is_no_traceback(folder: Path) -> None:
+    script = f"{sys.executable} -m planner solve --help | true"
+    for _ in range(3):
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert done.stderr == ""
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def test_options_become_values() -> None:
+    assert parse_counts("4,1,2,1", "--tp") == (1, 2, 4)
+    assert parse_counts(None, "--tp") is None
+    assert parse_duration("90", "--timeout") == parse_duration("90s", "--timeout") == 90
+    assert parse_duration("500ms", "--timeout") == 0.5
+    assert parse_duration(None, "--timeout") is None
+    assert parse_pairs(["tp_degree=2", "cuts=a.0,a.4", "stage:a.0=1"], "--pin") == (
+        ("tp_degree", "2"),
+        ("cuts", "a.0,a.4"),
+        ("stage:a.0", "1"),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "1,", "1,,2", "1.5", "-1", "2,0"])
+def test_bad_counts(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_counts(text, "--tp")
+
+
+@pytest.mark.parametrize("text", ["", "nan", "inf", "-1", "0s", "5 parsecs"])
+def test_bad_durations(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_duration(text, "--timeout")
+
+
+# --- profiles and clusters ------------------------------------------------------------------------------------------
+
+
+def test_the_newest_profile_is_taken_and_named(folder: Path) -> None:
+    import os
+
+    for age, name in enumerate(["new", "old"]):
+        path = Path("profiles") / f"{name}.json"
+        write_profile(small_profile().replace(name=name), path)
+        os.utime(path, (1000 - age, 1000 - age))
+    file = load_profile(None)
+    assert file.profile.name == "new"
+    assert file.path == Path("profiles/new.json")
+    assert "newest" in file.chosen
+    assert load_profile(Path("profiles/old.json")).chosen == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (lambda data: data.update(schema_version=SCHEMA_VERSION + 1), 1, ["newer than", "upgrade planner"]),
+        (lambda data: data.pop("schema_version"), 1, ["not a profile", "planner profile"]),
+        (lambda data: data.update(param_cuont=1), 1, ["unknown key 'param_cuont'", "did you mean 'param_count'?"]),
+        (lambda data: data.update(layers=[]), 1, ["at least one layer"]),
+        (lambda data: data["layer_classes"][0].update(costs=[]), 1, ["'Linear'", "no costs"]),
+        (lambda data: data["layer_classes"][0]["costs"][0].update(forward_time_s=float("nan")), 1, ["NaN"]),
+        (
+            lambda data: data["layer_classes"][0]["costs"][0].update(forward_time_s=-1e-3),
+            1,
+            ["forward_time_s", "-0.001"],
+        ),
+        (lambda data: data["layer_classes"][0]["costs"][0].update(param_bytes=-1), 1, ["param_bytes", "-1"]),
+        (lambda data: data["layer_classes"][0]["costs"][0].pop("param_bytes"), 1, ["param_bytes", "is missing"]),
+        (lambda data: data["program"]["nodes"][0].update(target="os; system"), 1, ["os; system"]),
+        (
+            lambda data: data["program"]["nodes"][0].update(kind="function", target="os.system"),
+            1,
+            ["may not call 'os.system'"],
+        ),
+    ],
+)
+def test_bad_profiles(
+    run: Run, folder: Path, change: Callable[[dict[str, Any]], None], code: int, words: list[str]
+) -> None:
+    path = change_profile(folder / "bad.json", change)
+    run("solve", "--gpus", "4", "--profile", str(path)).assert_one_error(code, "bad.json", *words)
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_profile_cut_short(run: Run, folder: Path) -> None:
+    path = change_profile(folder / "bad.json", lambda data: None)
+    path.write_text(path.read_text()[:100])
+    run("solve", "--gpus", "4", "--profile", str(path)).assert_one_error(1, "not JSON", "bad.json")
+
+
+def test_bad_clusters(run: Run, folder: Path) -> None:
+    change_profile(Path("profiles") / "model.json", lambda data: None)
+    good = (
+        'memory_reserve = "1GiB"\nnode_groups = [{count = 1, gpus_per_node = 2, gpu = "a100-sxm-80gb"}]\n'
+        'intra_node = {bandwidth = "9GB/s", latency = "5us"}\ninter_node = {bandwidth = "9GB/s", latency = "5us"}\n'
+    )
+    path = folder / "mine.toml"
+
+    def solve(text: str) -> Done:
+        path.write_text(text)
+        return run("solve", "--gpus", "4", "--cluster", "mine.toml")
+
+    solve(good).assert_one_error(2, "--gpus 4 is more than the 2 GPUs", "raise `count` in mine.toml")
+    solve(good.replace("latency", "latenzy")).assert_one_error(1, "intra_node.latenzy", "did you mean 'latency'?")
+    solve(good.replace('"9GB/s"', "9")).assert_one_error(1, "bandwidth 9 has no unit", "450GB/s")
+    solve(good.replace("a100-sxm-80gb", "a100")).assert_one_error(2, "no gpu is named 'a100'", "a100-sxm-40gb")
+    run("solve", "--gpus", "4", "--cluster", "none.toml").assert_one_error(2, "none.toml", "does not exist")
+    run("solve", "--gpus", "4", "--cluster", "h100").assert_one_error(2, "no cluster is named 'h100'", "h100-sxm")
+    assert not Path("plan.py").exists()
+
+
+def test_the_cluster_follows_the_profile() -> None:
+    on_cpu = small_profile()
+    assert choose_cluster(None, 4, on_cpu) == local_cluster(4)
+    for_h100 = small_profile(device="cuda", gpu="h100-sxm", dtype="bfloat16")
+    assert choose_cluster(None, 16, for_h100) == default_cluster(16, "h100-sxm")
+    assert choose_cluster("b200", 8, for_h100) == default_cluster(8, "b200")
+    assert device_mismatch(for_h100, default_cluster(8, "h100-sxm")) is None
+    assert device_mismatch(on_cpu, local_cluster(2)) is None
+    assert "h100-sxm" in str(device_mismatch(for_h100, default_cluster(8, "b200")))
+    with pytest.raises(UsageError) as caught:
+        choose_cluster(None, 4, small_profile(device="cuda"))
+    assert "--cluster" in caught.value.hint
+    with pytest.raises(PlannerError):
+        choose_cluster(None, 4, small_profile(gpu="abacus"))
+
+
+def test_assumptions_are_told() -> None:
+    text = describe_cluster(default_cluster(16, "h100-sxm"), assumed=True)
+    assert text == (
+        "cluster, assumed: h100-sxm x 16 (2 x 8 h100-sxm, 74.5 GiB each, 450 GB/s and 5 us inside a node, "
+        "50 GB/s and 10 us between; 3 GiB kept free)"
+    )
+
+
+def test_processes_share_this_machine() -> None:
+    cluster = local_cluster(4)
+    assert cluster.num_gpus == cluster.gpus_per_node == 4
+    assert 0 < cluster.gpu_at(3).memory * 4 <= machine_memory_bytes()
+    assert cluster.inter_node == cluster.intra_node
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "line"),
+    [
+        (4, "torchrun --nproc-per-node 4 train.py"),
+        (8, "torchrun --nproc-per-node 8 train.py"),
+        (16, "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 8 train.py"),
+    ],
+)
+def test_how_to_start_training(num_gpus: int, line: str) -> None:
+    assert torchrun_line(small_plan(num_gpus), default_cluster(num_gpus, "h100-sxm")) == line
