@@ -114,8 +114,11 @@ def _find(kind: str, name: str) -> Path:
     if path.is_file():
         return path
     names = sorted(found.stem for found in (configs_folder() / kind).glob("*.toml"))
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}; or give the path of a .toml file"
+    near = [candidate for candidate in names if candidate.startswith(name)] or difflib.get_close_matches(
+        name, names, n=1
+    )
+    known = f"known: {', '.join(names)}; or give the path of a .toml file"
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else known
     raise UsageError(f"no {kind.removesuffix('s')} is named {name!r}", hint=hint)
 
 
@@ -147,6 +150,7 @@ def default_cluster(num_gpus: int, gpu_name: str) -> Cluster:
     The shipped cluster file of that name gives links and reserve; where there is none, `UsageError`.
     """
     template = read_cluster(gpu_name)
+    groups: tuple[NodeGroup, ...]
     if num_gpus <= NODE_SIZE:
         groups = (NodeGroup(count=1, gpus_per_node=num_gpus, gpu=gpu_name),)
     elif num_gpus % NODE_SIZE == 0:

@@ -164,15 +164,16 @@ class Plan(Record):
             rows = self.num_microbatches * stage.microbatch_size * stage.dp_degree
             if rows != self.global_batch_size:
                 raise ValueError(
-                    f"stage {index}: num_microbatches {self.num_microbatches} x microbatch_size {stage.microbatch_size} x "
-                    f"dp_degree {stage.dp_degree} = {rows}, not global_batch_size {self.global_batch_size}"
+                    f"stage {index}: num_microbatches {self.num_microbatches} x microbatch_size "
+                    f"{stage.microbatch_size} x dp_degree {stage.dp_degree} = {rows}, not global_batch_size {self.global_batch_size}"
                 )
-        for what, names in (
-            ("layer", [name for stage in self.stages for name in stage.layers]),
-            ("GPU", [gpu for stage in self.stages for gpu in stage.gpus]),
-        ):
+        used: dict[str, list[Any]] = {
+            "layer": [name for stage in self.stages for name in stage.layers],
+            "GPU": [gpu for stage in self.stages for gpu in stage.gpus],
+        }
+        for what, names in used.items():
             if len(set(names)) != len(names):
-                twice = next(name for name in names if names.count(name) > 1)  # type: ignore[attr-defined]
+                twice = next(name for name in names if names.count(name) > 1)
                 raise ValueError(f"{what} {twice!r} is in two stages")
 
     @property
@@ -202,5 +203,5 @@ class Plan(Record):
 
 
 def greatest_common_rows(plan: Plan) -> int:
-    """Return the rows of the largest block that no stage's microbatch splits: what the one process must microbatch by."""
+    """Return the rows of the largest block that no stage's microbatch splits: the one process's microbatch."""
     return math.gcd(*(stage.microbatch_size for stage in plan.stages))
