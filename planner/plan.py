@@ -165,7 +165,8 @@ class Plan(Record):
             if rows != self.global_batch_size:
                 raise ValueError(
                     f"stage {index}: num_microbatches {self.num_microbatches} x microbatch_size "
-                    f"{stage.microbatch_size} x dp_degree {stage.dp_degree} = {rows}, not global_batch_size {self.global_batch_size}"
+                    f"{stage.microbatch_size} x dp_degree {stage.dp_degree} = {rows}, not global_batch_size "
+                    f"{self.global_batch_size}"
                 )
         used: dict[str, list[Any]] = {
             "layer": [name for stage in self.stages for name in stage.layers],
