@@ -1,0 +1,62 @@
+"""Seconds of messages and collectives over the links between given GPUs.
+
+Rings: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), with the
+bandwidth term shown optimal by Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.cluster import Cluster
+from planner.model_profile import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a group of GPUs talks over: bytes per second of one GPU in one direction, and seconds per message."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+def message_route(cluster: Cluster, source: int, target: int) -> Route:
+    """Return the route of messages from one GPU to another."""
+    link = cluster.link_between((source, target))
+    return Route(link.bandwidth, link.latency)
+
+
+def ring_route(cluster: Cluster, ranks: tuple[int, ...]) -> Route:
+    """Return the route of a ring over a group.
+
+    Between nodes every rank of the group in a node brings its own share of the network, as the rings of NCCL do:
+    the node's bandwidth is theirs together, at most that inside the node. `cluster.link_between` says which level.
+    """
+    link = cluster.link_between(ranks)
+    per_node = Counter(cluster.node_at(rank) for rank in ranks)
+    if len(per_node) <= 1:
+        return Route(link.bandwidth, link.latency)
+    together = link.bandwidth * min(per_node.values())
+    return Route(max(link.bandwidth, min(together, cluster.intra_node.bandwidth)), link.latency)
+
+
+def slowest(routes: Iterable[Route]) -> Route:
+    """Return a route as slow as the slowest in each respect: groups that work in parallel wait for one another."""
+    found = list(routes)
+    return Route(min(r.bandwidth_bytes_per_s for r in found), max(r.latency_s for r in found))
+
+
+def transfer_s(num_bytes: float, route: Route) -> float:
+    """Return the seconds for which a message keeps its link busy; it arrives a latency later."""
+    return num_bytes / route.bandwidth_bytes_per_s if num_bytes else 0.0
+
+
+def collective_s(kind: Collective, num_bytes: float, num_ranks: int, route: Route) -> float:
+    """Return the seconds of a ring collective on a tensor of `num_bytes`, the whole of it, over `num_ranks`.
+
+    All-gather and reduce-scatter pass n-1 times a part of 1/n; an all-reduce is one after the other.
+    """
+    if num_ranks == 1 or num_bytes == 0:
+        return 0.0
+    one_way = (num_ranks - 1) * (route.latency_s + num_bytes / num_ranks / route.bandwidth_bytes_per_s)
+    return 2.0 * one_way if kind == "all_reduce" else one_way

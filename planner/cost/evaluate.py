@@ -1,0 +1,340 @@
+"""`evaluate`: the only place where a plan is priced."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.cluster import Cluster, Gpu
+from planner.cost.communication import Route, collective_s, message_route, ring_route, slowest, transfer_s
+from planner.cost.layers import REPLICATED, LayerNumbers, layer_numbers, parameter_sharding, tie_conflict
+from planner.cost.memory import input_bytes, stage_values
+from planner.cost.simulation import Message, Played, play
+from planner.cost.stage import StageTimes, stage_elements, stage_memory, stage_times
+from planner.cost.states import COMPUTE_DTYPE, StateRules
+from planner.errors import UsageError
+from planner.graph import crossing_edges, shared_storages
+from planner.model_profile import ModelProfile
+from planner.plan import MemoryUse, Plan, Prediction, StagePrediction
+from planner.schedule import Action, stage_actions
+
+EventKind = Literal["F", "B", "prepare", "reduce", "tied", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a stage does, in seconds from the start of the step; `microbatch` is -1 for what is done once."""
+
+    stage: int
+    kind: EventKind
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """A plan's stages, priced one by one."""
+
+    times: tuple[StageTimes, ...]
+    memory: tuple[MemoryUse, ...]
+    messages: tuple[Message, ...]
+    tied: tuple[tuple[tuple[int, ...], float], ...]
+    """(stages that hold a shared parameter, seconds of summing its gradients)"""
+    actions: tuple[tuple[Action, ...], ...]
+
+
+class Pricer:
+    """Prices plans for one profile on one cluster; keeps what layers and routes cost, which plans share."""
+
+    def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.shared = shared_storages(profile)
+        self.index_of = {layer.name: index for index, layer in enumerate(profile.layers)}
+        self._classes = {layer_class.name: layer_class for layer_class in profile.layer_classes}
+        self._numbers: dict[tuple[str, int, int, str, Route], LayerNumbers] = {}
+        self._routes: dict[tuple[int, ...], Route] = {}
+        self._inputs: dict[int, tuple[int, ...]] = {}
+
+    def numbers(self, class_name: str, rows: int, tp_degree: int, sharding: str, route: Route) -> LayerNumbers:
+        """Return what a layer of that class costs."""
+        key = (class_name, rows, tp_degree, sharding, route)
+        if key not in self._numbers:
+            self._numbers[key] = layer_numbers(
+                self.profile, self._classes[class_name], rows, tp_degree, sharding, route
+            )
+        return self._numbers[key]
+
+    def layer_table(
+        self, rows: int, tp_degree: int, shardings: Mapping[str, str], route: Route
+    ) -> tuple[LayerNumbers, ...]:
+        """Return what every layer costs; `shardings` maps classes to names, others are replicated."""
+        by_class = {
+            name: self.numbers(name, rows, tp_degree, shardings.get(name, REPLICATED), route) for name in self._classes
+        }
+        return tuple(by_class[layer.layer_class] for layer in self.profile.layers)
+
+    def inputs(self, rows: int) -> tuple[int, ...]:
+        """Return the bytes of other layers' values that each layer reads."""
+        if rows not in self._inputs:
+            self._inputs[rows] = input_bytes(self.profile, rows)
+        return self._inputs[rows]
+
+    def ring(self, ranks: tuple[int, ...]) -> Route:
+        """Return the route of a ring over a group."""
+        if ranks not in self._routes:
+            self._routes[ranks] = ring_route(self.cluster, ranks)
+        return self._routes[ranks]
+
+    def tensor_route(self, gpus: Sequence[int], tp_degree: int) -> Route:
+        """Return the route of a stage's tensor-parallel groups, which work in step."""
+        groups = (tuple(gpus[start : start + tp_degree]) for start in range(0, len(gpus), tp_degree))
+        return slowest(self.ring(group) for group in groups)
+
+    def data_route(self, gpus: Sequence[int], tp_degree: int) -> Route:
+        """Return the route of a stage's data-parallel groups."""
+        return slowest(self.ring(tuple(gpus[offset::tp_degree])) for offset in range(tp_degree))
+
+    def message_route(self, source: Sequence[int], target: Sequence[int]) -> Route:
+        """Return the route between two stages: every GPU talks to the one of the same number."""
+        return slowest(message_route(self.cluster, a, b) for a, b in zip(source, target, strict=False))
+
+    def repeats(self, tp_degree: int, shardings: Mapping[str, str]) -> tuple[tuple[tuple[int, ...], bool, int], ...]:
+        """Return the storages that several layers read, as (layers, trainable, elements on one GPU)."""
+        found = []
+        for shared in self.shared:
+            layer, name = shared.names[0]
+            chosen = shardings.get(self.profile.layers[layer].layer_class, REPLICATED)
+            divided = parameter_sharding(self.profile, layer, name, tp_degree, chosen) is not None
+            found.append((shared.layers, shared.trainable, shared.num_elements // (tp_degree if divided else 1)))
+        return tuple(found)
+
+    def evaluate(self, plan: Plan) -> Prediction:
+        """Return what a plan costs; UsageError or ProfileError where it does not fit the profile or the cluster."""
+        priced = self._price(plan)
+        events = _events(plan, priced)
+        step_s = max(event.end_s for event in events)
+        silent_s = max(event.end_s for event in _events(plan, priced, comm=False))
+        m = plan.num_microbatches
+        tied_s = [sum(seconds for stages, seconds in priced.tied if s in stages) for s in range(plan.pp_degree)]
+        sends: list[float] = [0.0] * plan.pp_degree
+        for message in priced.messages:
+            sends[message.source] += message.forward_busy_s + message.forward_latency_s
+            if message.has_gradient:
+                sends[message.target] += message.backward_busy_s + message.backward_latency_s
+        stages = tuple(
+            StagePrediction(
+                forward_time_s=t.forward_action_s(),
+                backward_time_s=t.backward_action_s(),
+                recompute_time_s=t.recompute_s,
+                tensor_parallel_time_s=t.forward_comm_s + t.backward_comm_s,
+                send_time_s=sends[index],
+                data_parallel_time_s=t.gather_s + t.reduce_s + tied_s[index],
+                optimizer_time_s=t.optimizer_s + t.cast_s,
+                busy_time_s=m * (t.forward_action_s() + t.backward_action_s())
+                + t.cast_s + t.gather_s + t.reduce_s + tied_s[index] + t.optimizer_s,
+                memory=priced.memory[index],
+            )
+            for index, t in enumerate(priced.times)
+        )  # fmt: skip
+        busy = sum(stage.busy_time_s for stage in stages)
+        return Prediction(
+            step_time_s=step_s,
+            samples_per_s=plan.global_batch_size / step_s if step_s else 0.0,
+            tokens_per_s=plan.global_batch_size * self.profile.provenance.tokens_per_row / step_s if step_s else 0.0,
+            mfu_fraction=self._mfu(plan, step_s),
+            bubble_fraction=min(1.0, max(0.0, 1.0 - busy / (plan.pp_degree * step_s))) if step_s else 0.0,
+            exposed_comm_time_s=max(0.0, step_s - silent_s),
+            bottleneck_stage=max(range(plan.pp_degree), key=lambda index: (stages[index].time_s, -index)),
+            stages=stages,
+        )
+
+    def timeline(self, plan: Plan) -> tuple[Event, ...]:
+        """Return everything the stages do, in the order of stage and start."""
+        return tuple(sorted(_events(plan, self._price(plan)), key=lambda event: (event.stage, event.start_s)))
+
+    def _mfu(self, plan: Plan, step_s: float) -> float | None:
+        """Return model FLOPs (three forwards of useful work, no recomputation) over what the GPUs could do."""
+        gpus = [self.cluster.gpu_at(rank) for stage in plan.stages for rank in stage.gpus]
+        peaks = [gpu.peak_flops.get(COMPUTE_DTYPE[plan.precision]) for gpu in gpus]
+        known = [peak for peak in peaks if peak]
+        if len(known) < len(peaks) or not step_s:
+            return None
+        return 3.0 * self.profile.forward_flops_per_row * plan.global_batch_size / (step_s * sum(known))
+
+    def _price(self, plan: Plan) -> _Priced:
+        spans = self._spans(plan)
+        actions = stage_actions(plan.schedule, plan.pp_degree, plan.num_microbatches)
+        times, memory, shardings, locals_ = [], [], {}, {}
+        for (first, stop), stage, todo in zip(spans, plan.stages, actions, strict=True):
+            tp_route = self.tensor_route(stage.gpus, stage.tp_degree)
+            layers = self.layer_table(stage.microbatch_size, stage.tp_degree, stage.shardings, tp_route)
+            repeats = self.repeats(stage.tp_degree, stage.shardings)
+            remade = frozenset(self.index_of[name] for name in stage.recompute)
+            rules = StateRules(plan.optimizer, plan.precision, plan.data_parallel, stage.dp_degree)
+            elements = stage_elements(layers, repeats, first, stop)
+            for index in range(first, stop):
+                shardings[index] = stage.shardings.get(self.profile.layers[index].layer_class, REPLICATED)
+                locals_[index] = repeats
+            gpu = self._gpu(stage.gpus)
+            values = stage_values(self.profile, stage.microbatch_size, first, stop)
+            dp_route = self.data_route(stage.gpus, stage.tp_degree)
+            times.append(
+                stage_times(layers, first, stop, remade, elements, rules, gpu, stage.tp_degree, tp_route, dp_route)
+            )
+            memory.append(
+                stage_memory(
+                    layers, self.inputs(stage.microbatch_size), values, first, stop, remade, elements, rules,
+                    _most_in_flight(todo), self.cluster.memory_reserve,
+                )
+            )  # fmt: skip
+        return _Priced(
+            times=tuple(times),
+            memory=tuple(memory),
+            messages=tuple(self._messages(plan, spans)),
+            tied=tuple(self._tied(plan, spans, shardings)),
+            actions=actions,
+        )
+
+    def _spans(self, plan: Plan) -> list[tuple[int, int]]:
+        """Return [first, stop) of every stage; UsageError unless the stages are the profile's layers in order."""
+        names = [name for stage in plan.stages for name in stage.layers]
+        expected = [layer.name for layer in self.profile.layers]
+        if names != expected:
+            position = next((i for i, (a, b) in enumerate(zip(names, expected, strict=False)) if a != b), len(names))
+            found = names[position] if position < len(names) else "nothing"
+            wanted = expected[position] if position < len(expected) else "nothing"
+            raise UsageError(
+                f"the plan has {found!r} where the profile {self.profile.name!r} has {wanted!r}",
+                hint="price the plan with the profile it was made from",
+            )
+        spans, first = [], 0
+        for stage in plan.stages:
+            spans.append((first, first + len(stage.layers)))
+            first += len(stage.layers)
+        if len({(stage.tp_degree, stage.dp_degree) for stage in plan.stages}) > 1:
+            raise UsageError(
+                "stages of different tp_degree or dp_degree are not priced",
+                hint=f"give every stage tp_degree {plan.tp_degree} and dp_degree {plan.dp_degree}",
+            )
+        if max(rank for stage in plan.stages for rank in stage.gpus) >= self.cluster.num_gpus:
+            raise UsageError(
+                f"the plan uses {plan.num_gpus} GPUs, the cluster {self.cluster.name!r} has {self.cluster.num_gpus}",
+                hint="give a larger cluster",
+            )
+        return spans
+
+    def _gpu(self, gpus: Sequence[int]) -> Gpu:
+        """Return the slowest memory among a stage's GPUs: they finish together."""
+        return min((self.cluster.gpu_at(rank) for rank in gpus), key=lambda gpu: gpu.memory_bandwidth)
+
+    def _messages(self, plan: Plan, spans: Sequence[tuple[int, int]]) -> list[Message]:
+        """Return what goes from each stage to each later one: values straight to every stage that reads them."""
+        messages = []
+        for source, (first, stop) in enumerate(spans):
+            rows = plan.stages[source].microbatch_size
+            for target in range(source + 1, len(spans)):
+                edges = crossing_edges(self.profile, range(first, stop), range(*spans[target]))
+                if not edges:
+                    continue
+                route = self.message_route(plan.stages[source].gpus, plan.stages[target].gpus)
+                forward = sum(edge.num_bytes(rows) for edge in edges)
+                backward = sum(edge.num_bytes(rows) for edge in edges if edge.needs_grad)
+                messages.append(
+                    Message(
+                        source=source,
+                        target=target,
+                        forward_busy_s=transfer_s(forward, route),
+                        forward_latency_s=route.latency_s,
+                        backward_busy_s=transfer_s(backward, route),
+                        backward_latency_s=route.latency_s,
+                        has_gradient=any(edge.needs_grad for edge in edges),
+                    )
+                )
+        return messages
+
+    def _tied(
+        self, plan: Plan, spans: Sequence[tuple[int, int]], shardings: Mapping[int, str]
+    ) -> list[tuple[tuple[int, ...], float]]:
+        """Return the gradient sums of trainable parameters that layers of several stages share."""
+        tied = []
+        stage_of = [stage for stage, (first, stop) in enumerate(spans) for _ in range(first, stop)]
+        for position, shared in enumerate(self.shared):
+            degree = plan.stages[0].tp_degree
+            if degree > 1 and (conflict := tie_conflict(self.profile, shared, degree, shardings)):
+                a, b = (self.profile.layers[layer].name for layer in conflict)
+                raise UsageError(
+                    f"layers {a!r} and {b!r} share parameter {shared.name!r}, which the plan divides differently",
+                    hint="give both layers shardings that divide it the same way",
+                )
+            stages = tuple(sorted({stage_of[layer] for layer in shared.layers}))
+            if not shared.trainable or len(stages) == 1:
+                continue
+            first = plan.stages[stages[0]]
+            rules = StateRules(plan.optimizer, plan.precision, plan.data_parallel, first.dp_degree)
+            elements = self.repeats(first.tp_degree, first.shardings)[position][2]
+            num_bytes = elements * rules.grad_bytes_per_element / rules.num_shards
+            groups = zip(*(plan.stages[stage].gpus for stage in stages), strict=False)
+            route = slowest(self.ring(tuple(group)) for group in groups)
+            tied.append((stages, collective_s("all_reduce", num_bytes, len(stages), route)))
+        return tied
+
+
+def _most_in_flight(actions: Sequence[Action]) -> int:
+    """Return the most microbatches between forward and backward at any time, by the stage's own list."""
+    held = most = 0
+    for action in actions:
+        held += 1 if action.kind == "F" else -1
+        most = max(most, held)
+    return most
+
+
+def _events(plan: Plan, priced: _Priced, *, comm: bool = True) -> list[Event]:
+    """Return what the stages do, at which times; without any communication if `comm` is False."""
+    times = priced.times
+    ready = [t.cast_s + (t.gather_s if comm else 0.0) for t in times]
+    free = Message(0, 0, 0.0, 0.0)
+    messages = [
+        m if comm else Message(m.source, m.target, free.forward_busy_s, 0.0, has_gradient=m.has_gradient)
+        for m in priced.messages
+    ]
+    played: Played = play(
+        priced.actions,
+        [t.forward_action_s(comm=comm) for t in times],
+        [t.backward_action_s(comm=comm) for t in times],
+        messages,
+        ready,
+    )
+    events: list[Event] = []
+    for stage, actions in enumerate(priced.actions):
+        if ready[stage]:
+            events.append(Event(stage, "prepare", -1, 0.0, ready[stage]))
+        events.extend(
+            Event(stage, action.kind, action.microbatch, start, end)
+            for action, start, end in zip(actions, played.starts_s[stage], played.ends_s[stage], strict=True)
+        )
+    done = list(played.stage_ends_s)
+    for stage, t in enumerate(times):
+        seconds = t.reduce_s if comm else 0.0
+        if seconds:
+            events.append(Event(stage, "reduce", -1, done[stage], done[stage] + seconds))
+            done[stage] += seconds
+    for stages, seconds in priced.tied:
+        start = max(done[stage] for stage in stages)
+        for stage in stages:
+            done[stage] = start + (seconds if comm else 0.0)
+            events.append(Event(stage, "tied", -1, start, done[stage]))
+    events.extend(
+        Event(stage, "optimizer", -1, done[stage], done[stage] + t.optimizer_s) for stage, t in enumerate(times)
+    )
+    return events
+
+
+def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Prediction:
+    """Return what a plan is predicted to cost: step time, and time and memory of every stage by owner."""
+    return Pricer(profile, cluster).evaluate(plan)
+
+
+def timeline(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Event, ...]:
+    """Return everything the stages of a plan do within a step, with times."""
+    return Pricer(profile, cluster).timeline(plan)

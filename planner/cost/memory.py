@@ -1,0 +1,76 @@
+"""Bytes that live and die with microbatches: activations, values between stages, transients.
+
+A layer keeps `activation_bytes` from its forward to its backward. Between two neighbours the tensor is the output of
+one and the input of the other: kept once, as large as what either saves. A recomputed layer keeps its inputs only,
+and has its activations again while its own backward runs. What a stage receives it holds as long as any of it.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from planner.cost.layers import LayerNumbers
+from planner.model_profile import ModelProfile
+
+
+@dataclass(frozen=True, slots=True)
+class StageValues:
+    """Bytes of the values that enter and leave a stage per microbatch, each once; `_grad` where gradients flow."""
+
+    received_bytes: int
+    received_grad_bytes: int
+    sent_bytes: int
+    sent_grad_bytes: int
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Buffers beside the activations: the next input received ahead, outputs until sent, gradients alike.
+
+        Of the gradients that come back one is in use while the next is received.
+        """
+        return self.received_bytes + self.sent_bytes + 2 * self.sent_grad_bytes + self.received_grad_bytes
+
+
+def input_bytes(profile: ModelProfile, rows: int) -> tuple[int, ...]:
+    """Return for every layer the bytes of the values of other layers that it reads."""
+    total = [0] * len(profile.layers)
+    for edge in profile.edges:
+        for consumer in edge.consumers:
+            total[consumer] += edge.num_bytes(rows)
+    return tuple(total)
+
+
+def stage_values(profile: ModelProfile, rows: int, first: int, stop: int) -> StageValues:
+    """Return what the stage of layers [first, stop) receives and sends."""
+    received = received_grad = sent = sent_grad = 0
+    for edge in profile.edges:
+        if edge.producer < first:
+            if any(first <= consumer < stop for consumer in edge.consumers):
+                received += edge.num_bytes(rows)
+                received_grad += edge.num_bytes(rows) if edge.needs_grad else 0
+        elif edge.producer < stop <= edge.consumers[-1]:
+            sent += edge.num_bytes(rows)
+            sent_grad += edge.num_bytes(rows) if edge.needs_grad else 0
+    return StageValues(received, received_grad, sent, sent_grad)
+
+
+def activation_bytes(
+    layers: Sequence[LayerNumbers], inputs: Sequence[int], received: int, first: int, stop: int, remade: Collection[int]
+) -> int:
+    """Return what the stage of layers [first, stop) keeps of one microbatch; `remade` are recomputed layers."""
+    total = max(received, 0 if first in remade else layers[first].saved_input_bytes)
+    for index in range(first, stop):
+        layer = layers[index]
+        if index not in remade:
+            total += layer.activation_bytes
+        left = layers[index - 1].saved_output_bytes if index > first and index - 1 not in remade else 0
+        if index > first:
+            total += max(left, inputs[index] if index in remade else layer.saved_input_bytes)
+    return total + (0 if stop - 1 in remade else layers[stop - 1].saved_output_bytes)
+
+
+def transient_bytes(layers: Sequence[LayerNumbers], first: int, stop: int, remade: Collection[int]) -> int:
+    """Return the most that lives only while one layer of [first, stop) runs, remade activations included."""
+    return max(
+        layers[index].transient_bytes + (layers[index].activation_bytes if index in remade else 0)
+        for index in range(first, stop)
+    )
