@@ -97,7 +97,7 @@ def solve(
         raise typer.Exit(NO_PLAN)
     from planner.emitter import emit, write_plan
 
-    write_plan(emit(solution.plan, file.profile), output, force)
+    write_plan(emit(solution.plan, file.profile), output, force=force)
     if as_json:
         write_json(solution_json(solution))
     else:
