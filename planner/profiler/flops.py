@@ -1,0 +1,74 @@
+"""Floating-point operations of single operators: matrix products, convolutions and attention, 2 per multiply-add.
+
+Attention counts as its two matrix products over all pairs of positions, causal or not. Everything else counts as none:
+what element-wise operators cost is bytes, not FLOPs.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+aten = torch.ops.aten
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+
+
+def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """The scores again, then two products for each of the two of the forward."""
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[-2] * (3 * width + 2 * value.shape[-1])
+
+
+_FORWARD_ATTENTION = {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_fused_attention_overrideable,
+}
+_BACKWARD_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_fused_attention_overrideable_backward,
+}
+ATTENTION = _FORWARD_ATTENTION | _BACKWARD_ATTENTION
+
+
+def _shapes(packet: Any, args: tuple[Any, ...]) -> int | None:
+    """Return the count of the commonest products without the registry's slower way, or None."""
+    if packet is aten.mm:
+        return 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]  # type: ignore[no-any-return]
+    if packet is aten.bmm:
+        return 2 * args[0].shape[0] * args[0].shape[1] * args[0].shape[2] * args[1].shape[2]  # type: ignore[no-any-return]
+    if packet is aten.addmm:
+        return 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1]  # type: ignore[no-any-return]
+    if packet in _FORWARD_ATTENTION:
+        return _attention(args[0], args[1], args[2])
+    if packet in _BACKWARD_ATTENTION:
+        return _attention_backward(args[0], args[1], args[2], args[3])
+    if packet in (aten.mv, aten.dot):
+        return 2 * args[0].numel()  # type: ignore[no-any-return]
+    if packet is aten._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # every row meets one of the matrices
+        return 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[2]  # type: ignore[no-any-return]
+    return None
+
+
+_HAS_FLOPS: dict[Any, bool] = {}
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the floating-point operations of one call of an aten operator."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet not in _HAS_FLOPS:
+        own = packet in ATTENTION or packet in (aten.mv, aten.dot, aten._grouped_mm)
+        _HAS_FLOPS[packet] = own or packet in flop_counter.flop_registry
+    if not _HAS_FLOPS[packet]:
+        return 0
+    known = _shapes(packet, args)
+    return int(flop_counter.flop_registry[packet](*args, **kwargs, out_val=result)) if known is None else known
