@@ -4,6 +4,7 @@ Written by the profiler, read by the solver and the emitter. Times are for one l
 compute on one device: communication is priced by `cost`, from the bytes recorded here and a cluster.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,7 +77,8 @@ class Sharding(Record):
     """One way to divide a layer class over a tensor-parallel group of a given degree.
 
     `styles` and `parameters` are keyed by names relative to the layer ('attn.c_attn', 'attn.c_attn.weight').
-    `enter` names values of the body that become inputs of divided computation (identity forward, all-reduce backward);
+    `enter` names values of the body that become inputs of divided computation (identity forward, all-reduce backward),
+    each with the nodes that read it there; `gather` the modules whose output is gathered again;
     `partial_gradients` names replicated parameters whose gradient must be summed over the group.
     """
 
@@ -84,7 +86,7 @@ class Sharding(Record):
     tp_degree: PositiveInt
     styles: dict[QualifiedName, Style] = {}
     parameters: dict[QualifiedName, ShardedParameter] = {}
-    enter: tuple[Identifier, ...] = ()
+    enter: dict[Identifier, tuple[Identifier, ...]] = {}
     gather: tuple[QualifiedName, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
     partial_gradients: tuple[QualifiedName, ...] = ()
@@ -194,7 +196,11 @@ class Provenance(Record):
 
 
 class ModelProfile(Record):
-    """A model's layers, structure and costs; see the module's docstring."""
+    """A model's layers, structure and costs; see the module's docstring.
+
+    `input_only_values` are computed from the model's inputs alone, without parameters: every stage that reads one makes
+    it anew.
+    """
 
     schema_version: Annotated[int, Field(strict=True)] = SCHEMA_VERSION
     name: str
@@ -208,6 +214,7 @@ class ModelProfile(Record):
     layer_classes: tuple[LayerClass, ...]
     edges: tuple[Edge, ...] = ()
     program: Program
+    input_only_values: tuple[Identifier, ...] = ()
     notes: tuple[str, ...] = ()
 
     def model_post_init(self, context: Any) -> None:
@@ -255,4 +262,6 @@ def read_profile(path: Path) -> ModelProfile:
 
 def write_profile(profile: ModelProfile, path: Path) -> None:
     """Write a profile as JSON, whole or not at all; the same profile gives the same bytes."""
-    write_text(path, profile.model_dump_json(indent=1, exclude_defaults=True) + "\n")
+    data = profile.model_dump(mode="json", exclude_defaults=True)
+    data = {"schema_version": profile.schema_version} | data  # a default, but what readers look at first
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")

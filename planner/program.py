@@ -270,8 +270,9 @@ class Node(Record):
 
     `target` is a module's fully qualified name (kind module), a function's dotted name (function), a tensor's method
     or attribute (method, attribute; the tensor is args[0]); getitem is `args[0][args[1]]`, setitem `args[0][args[1]] = args[2]`.
-    `result` is the structure of what it returns: `Ref`s to the tensors in it. A node that returns one tensor has
-    `result == Ref(name)`; a node that returns several names each, and `name` itself is not referred to.
+    `result` is the structure of what it returns: `Ref`s to the tensors in it. A node that makes one tensor
+    has `result == Ref(name)`; one that makes several names each, and one that returns a value made before (a write in
+    place, a cast to the dtype it has) refers to that value: then `name` only identifies the node.
     """
 
     name: Identifier

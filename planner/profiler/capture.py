@@ -16,8 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import CaptureError, PlannerError
-from planner.model_file import ModelFile
-from planner.profiler.fake import build_meta, make_fake, model_hash
+from planner.model_file import ModelFile, model_hash, split_arguments
+from planner.profiler.fake import build_meta, make_fake
 from planner.profiler.recorder import Call, Recording, record
 from planner.program import MODEL_DTYPE, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
 
@@ -32,9 +32,11 @@ class Capture:
     model: nn.Module
     model_hash: str
     inputs: dict[str, int]
+    targets: dict[str, int]
     calls: tuple[Call, ...]
     loss_calls: tuple[Call, ...]
     output: Any
+    loss: Any
     tensors: dict[int, Tensor]
     notes: tuple[str, ...]
 
@@ -44,20 +46,6 @@ class _StructureDiffersError(Exception):
         super().__init__(what)
         self.what = what
         self.location = location
-
-
-def named_inputs(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what `example_inputs` gave as positional and keyword arguments; TypeError for anything else."""
-    if isinstance(inputs, dict):
-        return (), dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
-    raise CaptureError(
-        f"example_inputs returned {type(inputs).__name__}, not a tuple or dict of arguments",
-        hint="return a tuple of positional or a dict of keyword arguments of the model",
-    )
 
 
 def input_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -106,8 +94,9 @@ def _record_once(file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype
                 return torch.empty(tensor.shape, dtype=target, device="cpu")
 
         examples = file.example_inputs(rows)
-        args, kwargs = named_inputs(meta, _map_tensors(examples, fake))
+        args, kwargs = split_arguments(_map_tensors(examples, fake))
         loss: Callable[[Any], Any] | None = None
+        target: Any = None
         if file.loss_fn is not None and file.example_target is not None:
             target = _map_tensors(file.example_target(rows), fake)
             loss_fn = file.loss_fn
@@ -115,7 +104,7 @@ def _record_once(file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype
         elif file.loss_fn is not None:
             loss = file.loss_fn
         with mode:
-            return record(meta, args, kwargs, input_tensors(meta, args, kwargs), loss)
+            return record(meta, args, kwargs, input_tensors(meta, args, kwargs), dict(_tensors({"target": target})), loss)
     except PlannerError:
         raise
     except Exception as error:
@@ -193,9 +182,11 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         model=meta,
         model_hash=model_hash(meta),
         inputs=base.inputs,
+        targets=base.targets,
         calls=tuple(merged.calls),
         loss_calls=tuple(merged.loss_calls),
         output=merged.output,
+        loss=merged.loss,
         tensors=tensors,
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -268,6 +259,7 @@ def _merge(base: Recording, other: Recording, leaf: Leaf) -> tuple[Recording, di
         calls=merger.calls(base.calls, other.calls),
         loss_calls=merger.calls(base.loss_calls, other.loss_calls),
         output=merger.unify(base.output, other.output),
+        loss=merger.unify(base.loss, other.loss),
     )
     return merged, merger.numbers
 
@@ -280,8 +272,9 @@ class _Merger:
 
     def pair_inputs(self, base: Recording, other: Recording) -> None:
         """Pair the inputs of the two recordings."""
-        for name, number in base.inputs.items():
-            self._pair(Ref(str(number)), Ref(str(other.inputs[name])))
+        for ours, theirs in ((base.inputs, other.inputs), (base.targets, other.targets)):
+            for name, number in ours.items():
+                self._pair(Ref(str(number)), Ref(str(theirs[name])))
 
     def _pair(self, base: Any, other: Any) -> Any:
         if isinstance(base, Ref | ParamRef) and isinstance(other, Ref | ParamRef):

@@ -1,9 +1,7 @@
 """Builds models without their weights: parameters on the meta device, then fake tensors to run a forward on."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -82,11 +80,3 @@ def model_dtype(model: nn.Module) -> torch.dtype:
         if param.is_floating_point():
             counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
     return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.get_default_dtype()
-
-
-def model_hash(model: nn.Module) -> str:
-    """Return a short hash of the names and shapes of parameters and buffers; emitted plans compute the same one."""
-    named: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
-    named += model.named_buffers(remove_duplicate=False)
-    text = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

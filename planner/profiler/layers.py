@@ -70,7 +70,7 @@ def build_program(
         for position, number in enumerate(fresh):
             named[number] = names.make(base if len(fresh) == 1 else f"{base}_{position}")
         result = map_argument(call.result, rename)
-        name = result.name if isinstance(result, Ref) else names.make(base)
+        name = result.name if fresh and isinstance(result, Ref) else names.make(base)
         try:
             nodes.append(
                 Node(

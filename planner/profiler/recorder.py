@@ -61,9 +61,11 @@ class Recording:
     """The calls of a forward, the values they made (by number) and the structure of the output and the loss."""
 
     inputs: dict[str, int]
+    targets: dict[str, int]
     calls: list[Call]
     output: Any
     loss_calls: list[Call]
+    loss: Any
     tensors: dict[int, torch.Tensor]
 
 
@@ -298,11 +300,12 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     inputs: dict[str, torch.Tensor],
+    targets: dict[str, torch.Tensor],
     loss: Callable[[Any], Any] | None,
 ) -> Recording:
     """Return the recording of `model(*args, **kwargs)` and of `loss(output)`.
 
-    `inputs` names the tensors among the arguments. Call it under the fake-tensor mode that the tensors belong to.
+    `inputs` names the tensors among the arguments, `targets` those that the loss reads beside the output. Call it under the fake-tensor mode that the tensors belong to.
     """
     recorder = _Recorder(model)
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
@@ -311,6 +314,6 @@ def record(
         calls = recorder.frames[0]
         recorder.frames[0] = []
         structure = recorder.encode(output, defining=True)
-        if loss is not None:
-            loss(output)
-    return Recording(named, calls, structure, recorder.frames[0], recorder.tensors)
+        asked = {name: recorder.bind(tensor) for name, tensor in targets.items()}
+        scalar = recorder.encode(loss(output), defining=True) if loss is not None else structure
+    return Recording(named, asked, calls, structure, recorder.frames[0], scalar, recorder.tensors)

@@ -5,7 +5,8 @@ along one dimension) is propagated through the operations, and shape constants a
 that their dimension is divided.
 """
 
+from planner.tp_rules.apply import ENTERED, rewrite_node
 from planner.tp_rules.search import find_shardings, standalone_sharding
 from planner.tp_rules.state import ModuleInfo, Shard
 
-__all__ = ["ModuleInfo", "Shard", "find_shardings", "standalone_sharding"]
+__all__ = ["ENTERED", "ModuleInfo", "Shard", "find_shardings", "rewrite_node", "standalone_sharding"]

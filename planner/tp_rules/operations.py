@@ -37,6 +37,10 @@ class Context:
             return self.parameter_shapes[argument.name]
         return ()
 
+    def result_shape(self, node: Node) -> tuple[int | BatchInt, ...]:
+        """Return the whole shape of a node's (first) result."""
+        return self.tensors[next(iter(node.writes()))].shape
+
     def rewrite(self, node: Node, path: Path, value: int) -> None:
         """Note that the constant at `path` of a node becomes `value`."""
         self.rewrites.append(Rewrite(node=node.name, path=path, value=value))
@@ -163,7 +167,7 @@ def _view(context: Context, node: Node) -> State:
     state = context.state(node.args[0])
     if state is None:
         return None
-    after = context.tensors[node.name].shape
+    after = context.result_shape(node)
     result = reshaped(context, state, context.shape(node.args[0]), after)
     _rewrite_size(context, node, 1, "shape", result, after)
     return result
@@ -174,7 +178,7 @@ def _expand(context: Context, node: Node) -> State:
     state = context.state(node.args[0])
     if state is None:
         return None
-    after = context.tensors[node.name].shape
+    after = context.result_shape(node)
     result = Shard(state.dim + len(after) - len(context.shape(node.args[0])), state.parts)
     _rewrite_size(context, node, 1, "size", result, after)
     return result
@@ -194,7 +198,7 @@ def _rewrite_size(context: Context, node: Node, first: int, keyword: str, state:
 @rule("flatten")
 def _flatten(context: Context, node: Node) -> State:
     state = context.state(node.args[0])
-    return None if state is None else reshaped(context, state, context.shape(node.args[0]), context.tensors[node.name].shape)
+    return None if state is None else reshaped(context, state, context.shape(node.args[0]), context.result_shape(node))
 
 
 @rule("unflatten")
@@ -203,7 +207,7 @@ def _unflatten(context: Context, node: Node) -> State:
     if state is None:
         return None
     shape = context.shape(node.args[0])
-    after = context.tensors[node.name].shape
+    after = context.result_shape(node)
     result = reshaped(context, state, shape, after)
     dim, _ = argument(node, 1, "dim")
     given, path = argument(node, 2, "sizes")
@@ -393,7 +397,7 @@ def _reduce(context: Context, node: Node) -> State:
     dims = [_dim(item, rank) for item in (dim if isinstance(dim, tuple | list) else (dim,))]
     if state.dim in dims:
         raise IllegalShardingError(f"{operation_name(node)} runs over the divided dimension")
-    kept = len(context.tensors[node.name].shape) == rank
+    kept = len(context.result_shape(node)) == rank
     return state if kept else Shard(state.dim - sum(item < state.dim for item in dims), state.parts)
 
 
@@ -415,7 +419,7 @@ def _matmul(context: Context, node: Node) -> State:
     if states == (None, None):
         return None
     ranks = (len(context.shape(left)), len(context.shape(right)))
-    out_rank = len(context.tensors[node.name].shape)
+    out_rank = len(context.result_shape(node))
     if min(ranks) < 2:
         raise IllegalShardingError("a product with a vector")
     found: set[Shard] = set()

@@ -35,7 +35,7 @@ class _Outcome:
     """What one assignment of choices leads to."""
 
     choices: dict[str, _Choice]
-    enter: dict[str, None] = field(default_factory=dict)
+    enter: dict[str, dict[str, None]] = field(default_factory=dict)
     partial: dict[str, None] = field(default_factory=dict)
     reduced: list[str] = field(default_factory=list)
     context: Context | None = None
@@ -148,15 +148,15 @@ def _module_states(
 def _divisible_module(
     body: Program, info: ModuleInfo, context: Context, outcome: _Outcome, node: Node, state: State
 ) -> State:
-    output = context.tensors[node.name].shape
-    last = len(output) - 1
+    output = next(iter(node.writes()))
+    last = len(context.tensors[output].shape) - 1
     out_size, in_size = _features(info)
     if state is not None and info.kind == "linear" and state.dim == len(context.shape(node.args[0])) - 1:
         choice = outcome.choices.setdefault(node.target, _Choice("row", state.parts))
         if choice.style != "row" or choice.parts != state.parts:
             raise IllegalShardingError(f"{node.target!r} gets a divided input but is not divided by rows")
         divided(in_size, context.degree, state.parts)
-        outcome.reduced.append(node.name)
+        outcome.reduced.append(output)
         return None
     if state is not None:
         if info.kind == "embedding":
@@ -168,7 +168,7 @@ def _divisible_module(
     if choice.style is None:
         return None
     if choice.style == "vocabulary":
-        outcome.reduced.append(node.name)
+        outcome.reduced.append(output)
         return None
     if choice.style != "column":
         raise IllegalShardingError(f"{node.target!r} is called with a whole and with a divided input")
@@ -188,13 +188,13 @@ def _options(body: Program, info: ModuleInfo, degree: int, node: Node) -> list[_
         return [*([_Choice("vocabulary")] if size % degree == 0 else []), _Choice(None)]
     parts = {1}
     for reader in body.nodes:
-        if reader.kind == "module" or node.name not in reader.reads():
+        if reader.kind == "module" or not set(node.writes()) & set(reader.reads()):
             continue
         outputs = len([leaf for leaf in leaves(reader.result) if isinstance(leaf, Ref)])
         if outputs > 1:
             parts.add(outputs)
         elif operation_name(reader) in ("view", "reshape", "unflatten"):
-            shape = body.tensors[reader.name].shape
+            shape = body.tensors[next(iter(reader.writes()))].shape
             parts.update(dim for dim in shape if isinstance(dim, int) and 1 < dim <= 4)
     options = [_Choice("column", count) for count in sorted(parts) if size % (degree * count) == 0]
     return [*options, _Choice(None)]
@@ -229,7 +229,7 @@ def _note_entering(
         return
     for leaf in leaves((node.args, node.kwargs)):
         if isinstance(leaf, Ref) and context.state(leaf) is None and body.tensors[leaf.name].requires_grad:
-            outcome.enter[leaf.name] = None
+            outcome.enter.setdefault(leaf.name, {})[node.name] = None
         if isinstance(leaf, ParamRef):
             outcome.partial[leaf.name] = None
     if node.kind == "module" and outcome.choices.get(node.target, _Choice(None)).style is None:
@@ -256,7 +256,7 @@ def _sharding(
         tp_degree=degree,
         styles={name: choice.style for name, choice in outcome.choices.items() if choice.style is not None},
         parameters=parameters,
-        enter=tuple(outcome.enter),
+        enter={name: tuple(readers) for name, readers in outcome.enter.items()},
         rewrites=tuple(outcome.context.rewrites),
         partial_gradients=tuple(outcome.partial),
         collectives=tuple(calls),

@@ -1,0 +1,347 @@
+"""Writes the generated part of plan.py: tensor-parallel forwards and one class per stage."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from planner.emitter.expressions import Renderer, attribute_path, value_paths
+from planner.emitter.stages import LayerCall, StageCode, Transfer
+from planner.model_profile import LayerClass, Sharding
+from planner.program import MODEL_DTYPE, BatchInt, Device, Dtype, Node, Program, Ref, Tensor, leaves, map_argument
+from planner.tp_rules import ENTERED, rewrite_node
+
+INDENT = "    "
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive calls of numbered members of one list, each taking the result of the one before: a loop."""
+
+    prefix: str
+    start: int
+    stop: int
+    nodes: tuple[Node, ...]
+
+
+def python_name(name: str) -> str:
+    """Return a class name in lower case with underscores: 'LlamaDecoderLayer' -> 'llama_decoder_layer'."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+# -- tensor-parallel forwards ---------------------------------------------------------------------------------------------
+
+
+def tensor_parallel_name(call: LayerCall) -> str:
+    """Return the name of the constant that holds a layer class's division."""
+    assert call.sharding is not None
+    return f"{python_name(call.layer_class.name)}_tp{call.sharding.tp_degree}".upper()
+
+
+def tensor_parallel_code(layer_class: LayerClass, sharding: Sharding, name: str) -> Iterator[str]:
+    """Yield the lines of a layer class's divided forward, and of the constant that names its parts."""
+    forward = f"{name.lower()}_forward"
+    if layer_class.body is not None:
+        yield from _forward_lines(layer_class, layer_class.body, sharding, forward)
+        yield ""
+        yield ""
+    yield f"{name} = TensorParallel("
+    if layer_class.body is not None:
+        yield f"{INDENT}forward={forward},"
+    yield f"{INDENT}styles={{"
+    for module, style in sharding.styles.items():
+        yield f'{INDENT * 2}"{module}": {_style(module, style, sharding)},'
+    yield f"{INDENT}}},"
+    if sharding.partial_gradients:
+        yield f"{INDENT}partial_gradients={_names(sharding.partial_gradients)},"
+    yield ")"
+
+
+def _style(module: str, style: str, sharding: Sharding) -> str:
+    weight = sharding.parameters[f"{module}.weight" if module else "weight"]
+    match style:
+        case "column":
+            options = [f"dim={weight.dim}"]
+            options += [f"parts={weight.parts}"] if weight.parts > 1 else []
+            options += ["gather=True"] if module in sharding.gather else []
+            options += ["enters=True"] if not module else []
+            return f"Column({', '.join(options)})"
+        case "row":
+            return f"Row(dim={weight.dim})"
+    return "Vocabulary()"
+
+
+def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, name: str) -> Iterator[str]:
+    signature: tuple[tuple[str, Any], ...] = tuple(layer_class.signature)
+    yield f"def {name}({', '.join(['self', *(parameter for parameter, _ in signature)])}):"
+    yield f'{INDENT}"""{layer_class.module_class}, divided over {sharding.tp_degree} GPUs."""'
+    nodes = [rewrite_node(node, sharding, enter=True) for node in _live(body)]
+    for parameter, value in signature:
+        if not isinstance(value, Ref):
+            for inner, path in value_paths(value, parameter):
+                yield f"{INDENT}{inner} = {path}"
+    given = {inner: body.tensors[inner] for inner in body.inputs}
+    yield from _context_lines(nodes, given, INDENT)
+    renderer = Renderer(
+        module=lambda target: attribute_path(target, "self"),
+        parameter=lambda target: attribute_path(target, "self"),
+        device="device",
+        dtype="dtype",
+    )
+    needed = {inner for node in nodes for inner in node.reads()} | {leaf.name for leaf in leaves(body.output) if isinstance(leaf, Ref)}
+    lines: list[str] = []
+    for inner in body.inputs:
+        lines.extend(_enter_line(inner, sharding))
+    for node in nodes:
+        lines.extend(renderer.body([node], lambda value: value in needed or value in sharding.enter))
+        for written in node.writes():
+            lines.extend(_enter_line(written, sharding))
+    for line in lines:
+        yield f"{INDENT}{line}"
+    yield f"{INDENT}return {renderer.argument(body.output)}"
+
+
+def _enter_line(value: str, sharding: Sharding) -> list[str]:
+    return [f"{value}{ENTERED} = enter({value}, self.tp_group)"] if value in sharding.enter else []
+
+
+def _live(body: Program) -> list[Node]:
+    needed = {leaf.name for leaf in leaves(body.output) if isinstance(leaf, Ref)}
+    kept = []
+    for node in reversed(body.nodes):
+        if node.in_place or node.kind == "setitem" or any(name in needed for name in node.writes()):
+            kept.append(node)
+            needed.update(node.reads())
+    return kept[::-1]
+
+
+def _context_lines(nodes: Iterable[Node], given: dict[str, Tensor], indent: str) -> Iterator[str]:
+    """Yield the lines that set `batch`, `device` and `dtype` from given values, where nodes use them."""
+    used = [leaf for node in nodes for leaf in leaves((node.args, node.kwargs))]
+    if any(isinstance(leaf, BatchInt) for leaf in used):
+        yield f"{indent}batch = {batch_expression(given)}"
+    if any(isinstance(leaf, Device) for leaf in used):
+        yield f"{indent}device = {next(iter(given))}.device"
+    if any(leaf == Dtype(MODEL_DTYPE) for leaf in used):
+        floating = next((name for name, tensor in given.items() if tensor.follows_model_dtype), next(iter(given)))
+        yield f"{indent}dtype = {floating}.dtype"
+
+
+def batch_expression(given: dict[str, Tensor]) -> str:
+    """Return the number of rows, read off the first value that has them as a dimension of its own."""
+    for name, tensor in given.items():
+        for dim, size in enumerate(tensor.shape):
+            if size == BatchInt(1, 0):
+                return f"{name}.size({dim})"
+    for name, tensor in given.items():
+        for dim, size in enumerate(tensor.shape):
+            if isinstance(size, BatchInt) and size.constant == 0:
+                return f"{name}.size({dim}) // {size.per_row}"
+    raise ValueError("no value has a batch dimension")
+
+
+# -- stages -------------------------------------------------------------------------------------------------------------
+
+
+def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary: str) -> Iterator[str]:
+    """Yield the lines of a stage class."""
+    pad = INDENT
+    yield f"class Stage{stage.index}(PlanStage):"
+    yield f'{pad}"""{summary}"""'
+    yield ""
+    yield f"{pad}module_names = {_numbered(stage.modules)}"
+    if stage.parameters:
+        yield f"{pad}parameter_names = {_names(stage.parameters)}"
+    yield f"{pad}inputs = {_names(stage.inputs)}"
+    for title, transfers in (("receives", stage.receives), ("sends", stage.sends)):
+        if transfers:
+            yield f"{pad}{title} = ("
+            for transfer in transfers:
+                yield f"{pad * 2}{_value(transfer, title, stage.rows)},"
+            yield f"{pad})"
+    units = [call.module for call in stage.layers if _is_unit(call, tied)]
+    if units:
+        yield f"{pad}units = {_numbered(tuple(dict.fromkeys(units)))}"
+    divided = {call.module: tensor_parallel_name(call) for call in stage.layers if call.sharding is not None}
+    if divided:
+        yield f"{pad}tensor_parallel = {_numbered_dict(divided)}"
+    yield ""
+    arguments = [*stage.inputs, *(transfer.name for transfer in stage.receives)]
+    yield f"{pad}def forward(self, {', '.join(arguments)}):"
+    given = {name: program.tensors[name] for name in arguments}
+    recomputed = {call.module for call in stage.layers if call.recompute}
+    lines, renamed = _stage_statements(stage, program, recomputed)
+    uses_batch = any(isinstance(leaf, BatchInt) for node in stage.nodes for leaf in leaves((node.args, node.kwargs)))
+    if uses_batch:
+        yield f"{pad * 2}batch = {batch_expression(given)}"
+    for line in lines:
+        yield f"{pad * 2}{line}"
+    renderer = _stage_renderer()
+    if stage.is_last:
+        yield f"{pad * 2}return {renderer.argument(_rename(program.output, renamed))}"
+    else:
+        names = [renamed.get(transfer.name, transfer.name) for transfer in stage.sends]
+        yield f"{pad * 2}return {', '.join(names)}{',' if len(names) == 1 else ''}" if names else f"{pad * 2}return ()"
+
+
+def _is_unit(call: LayerCall, tied: frozenset[str]) -> bool:
+    """A block with parameters of its own becomes a data-parallel unit; tied parameters stay with the stage's root."""
+    return call.layer_class.body is not None and not any(name.startswith(f"{call.module}.") for name in tied)
+
+
+def _stage_renderer() -> Renderer:
+    return Renderer(module=lambda name: attribute_path(name, "self"), parameter=lambda name: attribute_path(name, "self"))
+
+
+def _stage_statements(stage: StageCode, program: Program, recomputed: set[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the statements of a stage's forward, and the names that loops gave to their results."""
+    lines: list[str] = []
+    renamed: dict[str, str] = {}
+    taken = {name for node in stage.nodes for name in (*node.reads(), *node.writes())} | set(stage.inputs) | {"batch", "layer"}
+    uses = _uses(stage, program)
+    renderer = _stage_renderer()
+    position = 0
+    while position < len(stage.nodes):
+        run = _run_at(stage, position, uses, recomputed)
+        if run is None:
+            node = _renamed_node(stage.nodes[position], renamed)
+            body = list(renderer.body([node], lambda value: value in uses))
+            lines.extend(_with_recompute(node, body, recomputed))
+            position += 1
+            continue
+        first, last = run.nodes[0], run.nodes[-1]
+        name = _loop_name(run, taken)
+        lines.append(f"{name} = {renderer.argument(_rename(first.args[0], renamed))}")
+        lines.append(f'for layer in layers(self, "{run.prefix}", {run.start}, {run.stop}):')
+        rest = [renderer.argument(_rename(item, renamed)) for item in first.args[1:]]
+        rest += [f"{key}={renderer.argument(_rename(item, renamed))}" for key, item in first.kwargs.items()]
+        call = f"recompute({', '.join(['layer', name, *rest])})" if first.target in recomputed else f"layer({', '.join([name, *rest])})"
+        lines.append(f"{INDENT}{name} = {call}")
+        renamed[next(iter(last.writes()))] = name
+        position += len(run.nodes)
+    return lines, renamed
+
+
+def _with_recompute(node: Node, body: list[str], recomputed: set[str]) -> list[str]:
+    if node.kind != "module" or node.target not in recomputed:
+        return body
+    target = attribute_path(node.target, "self")
+    return [line.replace(f"{target}(", f"recompute({target}, ", 1) for line in body]
+
+
+def _rename(value: Any, renamed: dict[str, str]) -> Any:
+    return map_argument(value, lambda leaf: Ref(renamed[leaf.name]) if isinstance(leaf, Ref) and leaf.name in renamed else leaf)
+
+
+def _renamed_node(node: Node, renamed: dict[str, str]) -> Node:
+    if not any(name in renamed for name in (*node.reads(), *node.writes())):
+        return node
+    update = {"args": _rename(node.args, renamed), "kwargs": _rename(node.kwargs, renamed), "result": _rename(node.result, renamed)}
+    return node.model_copy(update=update)
+
+
+def _uses(stage: StageCode, program: Program) -> dict[str, int]:
+    """Return how often each value of a stage is read, sent or returned."""
+    uses: dict[str, int] = {}
+    names = [name for node in stage.nodes for name in node.reads()] + [transfer.name for transfer in stage.sends]
+    if stage.is_last:
+        names += [leaf.name for leaf in leaves(program.output) if isinstance(leaf, Ref)]
+    for name in names:
+        uses[name] = uses.get(name, 0) + 1
+    return uses
+
+
+def _run_at(stage: StageCode, position: int, uses: dict[str, int], recomputed: set[str]) -> _Run | None:
+    first = stage.nodes[position]
+    prefix, number = _numbered_target(first)
+    if number is None or not first.args or not isinstance(first.args[0], Ref):
+        return None
+    nodes = [first]
+    for node in stage.nodes[position + 1 :]:
+        before = nodes[-1]
+        continues = (
+            _numbered_target(node) == (prefix, number + len(nodes))
+            and isinstance(before.result, Ref)
+            and node.args[:1] == (before.result,)
+            and uses.get(before.result.name) == 1
+            and node.args[1:] == first.args[1:]
+            and node.kwargs == first.kwargs
+            and (node.target in recomputed) == (first.target in recomputed)
+        )
+        if not continues:
+            break
+        nodes.append(node)
+    last = nodes[-1]
+    return _Run(prefix, number, number + len(nodes), tuple(nodes)) if len(nodes) > 1 and isinstance(last.result, Ref) else None
+
+
+def _numbered_target(node: Node) -> tuple[str, int | None]:
+    prefix, _, last = node.target.rpartition(".")
+    return (prefix, int(last)) if node.kind == "module" and prefix and last.isdigit() and not node.no_grad else ("", None)
+
+
+def _loop_name(run: _Run, taken: set[str]) -> str:
+    base = run.prefix.rpartition(".")[2]
+    base = {"h": "hidden"}.get(base, f"{base}_output") if base in ("h", "layers", "blocks") else base
+    name, count = base, 1
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name
+
+
+def _value(transfer: Transfer, title: str, rows: int) -> str:
+    where = f"source={transfer.source}" if title == "receives" else f"targets={_tuple(transfer.targets)}"
+    tensor = transfer.tensor
+    options = [f'"{transfer.name}"', where, f"shape={_tuple(tensor.sizes(rows))}"]
+    options += [] if tensor.follows_model_dtype else [f"dtype=torch.{tensor.dtype}"]
+    options += ["requires_grad=True"] if tensor.requires_grad else []
+    return f"Value({', '.join(options)})"
+
+
+def _tuple(items: Iterable[int]) -> str:
+    listed = [str(item) for item in items]
+    return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
+
+
+def _names(names: Iterable[str]) -> str:
+    listed = [f'"{name}"' for name in names]
+    return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
+
+
+def _runs_of_names(names: Iterable[str]) -> Iterator[tuple[str, int, int] | str]:
+    """Yield names, with consecutive numbered ones as (prefix, start, stop)."""
+    listed = list(names)
+    position = 0
+    while position < len(listed):
+        prefix, _, last = listed[position].rpartition(".")
+        end = position + 1
+        if prefix and last.isdigit():
+            while end < len(listed) and listed[end] == f"{prefix}.{int(last) + end - position}":
+                end += 1
+        if end - position > 2:
+            yield prefix, int(last), int(last) + end - position
+        else:
+            yield from listed[position:end]
+        position = end
+
+
+def _numbered(names: tuple[str, ...]) -> str:
+    parts = [f'"{item}"' if isinstance(item, str) else f'*(f"{item[0]}.{{index}}" for index in range({item[1]}, {item[2]}))' for item in _runs_of_names(names)]
+    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+
+
+def _numbered_dict(divided: dict[str, str]) -> str:
+    parts: list[str] = []
+    for item in _runs_of_names(divided):
+        if isinstance(item, str):
+            parts.append(f'"{item}": {divided[item]}')
+        else:
+            prefix, start, stop = item
+            constants = {divided[f"{prefix}.{number}"] for number in range(start, stop)}
+            if len(constants) == 1:
+                parts.append(f'**{{f"{prefix}.{{index}}": {constants.pop()} for index in range({start}, {stop})}}')
+            else:
+                parts.extend(f'"{prefix}.{number}": {divided[f"{prefix}.{number}"]}' for number in range(start, stop))
+    return f"{{{', '.join(parts)}}}"

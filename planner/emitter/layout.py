@@ -1,0 +1,87 @@
+"""Breaks generated lines that are too long, one item a line, as a formatter would."""
+
+from collections.abc import Iterable, Iterator
+
+MAX_WIDTH = 110
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+def wrap_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines, each longer than the width broken at the commas of its last bracket that stretches to its end."""
+    for line in lines:
+        yield from _wrap(line)
+
+
+def _wrap(line: str) -> Iterator[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    opening = _outer_bracket(line) if len(line) > MAX_WIDTH else None
+    if opening is None:
+        yield line
+        return
+    end = _matching(line, opening)
+    items = _split(line[opening + 1 : end])
+    tail = line[end + 1 :]
+    yield line[: opening + 1]
+    for item in items:
+        yield from _wrap(f"{indent}    {item},")
+    yield f"{indent}{line[end]}{tail}"
+
+
+def _outer_bracket(line: str) -> int | None:
+    """Return the position of the first bracket whose partner ends the line (but for a colon or comma)."""
+    for position, character in enumerate(line):
+        if character in "\"'":
+            return None if position == 0 else _after_text(line, position)
+        if character in _CLOSING and _ends(line, position):
+            return position
+    return None
+
+
+def _after_text(line: str, start: int) -> int | None:
+    end = line.find(line[start], start + 1)
+    for position in range(end + 1, len(line)):
+        if line[position] in _CLOSING and _ends(line, position):
+            return position
+    return None
+
+
+def _ends(line: str, opening: int) -> bool:
+    end = _matching(line, opening)
+    return end > opening + 1 and line[end + 1 :] in ("", ",", ":")
+
+
+def _matching(line: str, opening: int) -> int:
+    depth = 0
+    text = ""
+    for position in range(opening, len(line)):
+        character = line[position]
+        if text:
+            text = "" if character == text else text
+        elif character in "\"'":
+            text = character
+        elif character in _CLOSING:
+            depth += 1
+        elif character in _CLOSING.values():
+            depth -= 1
+            if depth == 0:
+                return position
+    return -1
+
+
+def _split(content: str) -> list[str]:
+    """Return the items between the top-level commas."""
+    items, depth, text, start = [], 0, "", 0
+    for position, character in enumerate(content):
+        if text:
+            text = "" if character == text else text
+        elif character in "\"'":
+            text = character
+        elif character in _CLOSING:
+            depth += 1
+        elif character in _CLOSING.values():
+            depth -= 1
+        elif character == "," and depth == 0:
+            items.append(content[start:position].strip())
+            start = position + 1
+    items.append(content[start:].strip())
+    return [item for item in items if item]

@@ -1,0 +1,158 @@
+"""Puts plan.py together: the plan as a table and as data, the helper section, and the generated stages."""
+
+import ast
+import hashlib
+import importlib.resources
+import json
+import pprint
+from collections.abc import Iterator
+
+from planner.emitter.code import stage_code, tensor_parallel_code, tensor_parallel_name
+from planner.emitter.layout import wrap_lines
+from planner.emitter.stages import StageCode, stage_codes
+from planner.model_profile import ModelProfile
+from planner.plan import Plan
+from planner.units import format_bytes, format_seconds
+
+HASH_LINE = "# plan hash: "
+HELPERS = "planner.emitter.runtime"
+
+
+def emit(plan: Plan, profile: ModelProfile) -> str:
+    """Return the source of plan.py; the same plan and profile give the same text. EmitError where it can't be written."""
+    stages = stage_codes(plan, profile)
+    tied = frozenset(name for group in profile.tied for name in group)
+    imports, helpers = helper_section()
+    lines = [f'"""{_docstring(plan, profile)}"""', "", *imports, "", "PLAN = " + _literal(plan), "", ""]
+    lines += ["# " + "-" * 100, "# Helpers: the same in every plan. The stages follow below.", "# " + "-" * 100, "", helpers, ""]
+    lines += ["", "# " + "-" * 100, "# This plan.", "# " + "-" * 100, "", ""]
+    lines += wrap_lines(_generated(plan, profile, stages, tied))
+    text = "\n".join(lines).rstrip() + "\n"
+    return f"{text}\n{HASH_LINE}{content_hash(text)}\n"
+
+
+def content_hash(text: str) -> str:
+    """Return a short hash of the text before its hash line: an edited file no longer matches its own."""
+    body = text.partition(f"\n{HASH_LINE}")[0]
+    return hashlib.sha256(body.rstrip().encode()).hexdigest()[:16]
+
+
+def _generated(plan: Plan, profile: ModelProfile, stages: list[StageCode], tied: frozenset[str]) -> Iterator[str]:
+    written: set[str] = set()
+    for stage in stages:
+        for call in stage.layers:
+            if call.sharding is not None and (name := tensor_parallel_name(call)) not in written:
+                written.add(name)
+                yield from tensor_parallel_code(call.layer_class, call.sharding, name)
+                yield ""
+                yield ""
+    for stage in stages:
+        yield from stage_code(stage, profile.program, tied, _stage_summary(plan, stage.index))
+        yield ""
+        yield ""
+    names = [f"Stage{stage.index}" for stage in stages]
+    yield f"STAGES = ({', '.join(names)}{',' if len(names) == 1 else ''})"
+    groups = [f"({', '.join(repr(name) for name in group)})".replace("'", '"') for group in profile.tied]
+    yield f"TIED = ({', '.join(groups)}{',' if len(groups) == 1 else ''})"
+    inputs = [f'"{name}"' for name in profile.program.inputs]
+    yield f"INPUTS = ({', '.join(inputs)}{',' if len(inputs) == 1 else ''})"
+
+
+def _stage_summary(plan: Plan, index: int) -> str:
+    stage = plan.stages[index]
+    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
+    return f"{layers} on GPU{'s' if len(stage.gpus) > 1 else ''} {', '.join(map(str, stage.gpus[:8]))}{' ...' if len(stage.gpus) > 8 else ''}."
+
+
+def _docstring(plan: Plan, profile: ModelProfile) -> str:
+    rows = [("stage", "layers", "tp", "dp", "recomputed", "time / microbatch", "peak memory")]
+    for index, stage in enumerate(plan.stages):
+        predicted = plan.prediction.stages[index] if plan.prediction else None
+        rows.append(
+            (
+                str(index),
+                stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]} ({len(stage.layers)})",
+                str(stage.tp_degree),
+                str(stage.dp_degree),
+                str(len(stage.recompute)),
+                format_seconds(predicted.time_s) if predicted else "-",
+                format_bytes(predicted.memory.peak_bytes) if predicted else "-",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    table = ["    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    summary = (
+        f"{profile.name} on {plan.num_gpus} GPU(s): {plan.pp_degree} stage(s), {plan.num_microbatches} microbatches of "
+        f"{plan.microbatch_size}, schedule {plan.schedule}, data parallel {plan.data_parallel}."
+    )
+    prediction = []
+    if plan.prediction:
+        prediction = [
+            "",
+            f"Predicted: {format_seconds(plan.prediction.step_time_s)} a step, {plan.prediction.samples_per_s:.4g} samples/s, "
+            f"fullest GPU {format_bytes(plan.prediction.peak_bytes)}, idle {plan.prediction.bubble_fraction:.1%}.",
+        ]
+    usage = [
+        "",
+        "Written by planner; read it, import it, own it. It needs torch and nothing else:",
+        "",
+        "    import plan",
+        "    runtime = plan.setup(build_model, loss_fn)",
+        "    loss = runtime.step(inputs, target)",
+    ]
+    return "\n".join([summary, "", *table, *prediction, *usage, ""])
+
+
+def _literal(plan: Plan) -> str:
+    data = json.loads(plan.model_dump_json())
+    return pprint.pformat(data, width=118, compact=True, sort_dicts=False)
+
+
+def helper_section() -> tuple[list[str], str]:
+    """Return the merged imports and the text of the helper section, from the files of `planner/emitter/runtime`."""
+    folder = importlib.resources.files("planner.emitter").joinpath("runtime")
+    order = ast.literal_eval(_constant(folder.joinpath("__init__.py").read_text(encoding="utf-8"), "FILES"))
+    plain: set[str] = set()
+    named: dict[str, set[str]] = {}
+    bodies: list[str] = []
+    for stem in order:
+        text = folder.joinpath(f"{stem}.py").read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        lines = text.splitlines()
+        drop: set[int] = set()
+        title = ""
+        for statement in tree.body:
+            span = range(statement.lineno - 1, statement.end_lineno or statement.lineno)
+            if isinstance(statement, ast.Import):
+                plain.update(f"import {alias.name}{f' as {alias.asname}' if alias.asname else ''}" for alias in statement.names)
+            elif isinstance(statement, ast.ImportFrom):
+                if statement.module is not None and not statement.module.startswith(HELPERS):
+                    names = {f"{alias.name}{f' as {alias.asname}' if alias.asname else ''}" for alias in statement.names}
+                    named.setdefault(statement.module, set()).update(names)
+            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and statement is tree.body[0]:
+                title = str(statement.value.value).strip()
+            else:
+                continue
+            drop.update(span)
+        body = "\n".join(line for number, line in enumerate(lines) if number not in drop).strip()
+        comment = "\n".join(f"# {line}".rstrip() for line in title.splitlines())
+        bodies.append(f"{comment}\n\n\n{body}" if comment else body)
+    imports = sorted(plain) + [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(named.items())]
+    if not any(line.startswith("import torch.nn.functional as F") for line in imports):
+        imports.append("import torch.nn.functional as F")
+    if "import operator" not in imports:
+        imports.insert(0, "import operator")
+    return list(wrap_lines(_parenthesised(imports))), "\n\n\n".join(bodies)
+
+
+def _parenthesised(imports: list[str]) -> Iterator[str]:
+    for line in imports:
+        before, found, names = line.partition(" import ")
+        yield f"{before} import ({names})" if found and before.startswith("from ") and len(line) > 110 else line
+
+
+def _constant(text: str, name: str) -> str:
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name) and statement.targets[0].id == name:
+            return ast.unparse(statement.value)
+    raise LookupError(name)

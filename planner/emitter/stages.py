@@ -1,0 +1,148 @@
+"""Works out what each stage of a plan holds: its nodes, modules, and the values it receives and sends."""
+
+from dataclasses import dataclass
+
+from planner.errors import EmitError
+from planner.model_profile import LayerClass, ModelProfile, Sharding
+from planner.plan import Plan
+from planner.program import Node, Ref, Tensor, leaves
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value that crosses between stages, once from its producer to each consumer."""
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A layer on a stage: its class and sharding, and whether its activations are remade in backward."""
+
+    name: str
+    module: str
+    layer_class: LayerClass
+    sharding: Sharding | None
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """Everything the code of one stage is written from."""
+
+    index: int
+    rows: int
+    nodes: tuple[Node, ...]
+    layers: tuple[LayerCall, ...]
+    inputs: tuple[str, ...]
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+    is_last: bool
+
+
+def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
+    """Return what each stage's code is written from; EmitError where the plan does not fit the profile."""
+    owner = _stage_of_layers(plan, profile)
+    transfers = _transfers(profile, owner)
+    derived = _derived_nodes(profile)
+    return [_stage_code(plan, profile, index, owner, transfers, derived) for index in range(len(plan.stages))]
+
+
+def _stage_of_layers(plan: Plan, profile: ModelProfile) -> list[int]:
+    order = [name for stage in plan.stages for name in stage.layers]
+    names = [layer.name for layer in profile.layers]
+    if order != names:
+        wrong = next((a for a, b in zip(order, names, strict=False) if a != b), "a layer")
+        raise EmitError(
+            f"the plan's stages list {len(order)} layers and the profile has {len(names)}; they differ at {wrong!r}",
+            hint="solve again with this profile",
+        )
+    return [index for index, stage in enumerate(plan.stages) for _ in stage.layers]
+
+
+def _transfers(profile: ModelProfile, owner: list[int]) -> list[Transfer]:
+    found: dict[tuple[str, int], set[int]] = {}
+    for edge in profile.edges:
+        source = owner[edge.producer]
+        targets = {owner[consumer] for consumer in edge.consumers} - {source}
+        if targets:
+            found.setdefault((edge.value, source), set()).update(targets)
+    return [
+        Transfer(name, source, tuple(sorted(targets)), profile.program.tensors[name])
+        for (name, source), targets in found.items()
+    ]
+
+
+def _derived_nodes(profile: ModelProfile) -> set[int]:
+    """Return the positions of nodes whose values every stage makes for itself."""
+    made_anew = {*profile.input_only_values, *profile.program.inputs}
+    return {
+        position
+        for position, node in enumerate(profile.program.nodes)
+        if (writes := list(node.writes())) and all(name in made_anew for name in writes)
+    }
+
+
+def _stage_code(
+    plan: Plan, profile: ModelProfile, index: int, owner: list[int], transfers: list[Transfer], derived: set[int]
+) -> StageCode:
+    stage = plan.stages[index]
+    mine = [position for position, owned in enumerate(owner) if owned == index]
+    first, last = profile.layers[mine[0]], profile.layers[mine[-1]]
+    is_last = index == len(plan.stages) - 1
+    sends = tuple(transfer for transfer in transfers if transfer.source == index)
+    receives = tuple(transfer for transfer in transfers if index in transfer.targets)
+    needed = {transfer.name for transfer in sends}
+    if is_last:
+        needed |= {leaf.name for leaf in leaves(profile.program.output) if isinstance(leaf, Ref)}
+    kept: list[Node] = []
+    for position in reversed(range(len(profile.program.nodes))):
+        node = profile.program.nodes[position]
+        own = first.start <= position < last.stop and position not in derived
+        if not own and position not in derived:
+            continue
+        if any(name in needed for name in node.writes()) or (own and (node.in_place or node.kind == "setitem")):
+            kept.append(node)
+            needed.update(node.reads())
+    nodes = tuple(reversed(kept))
+    made = {name for node in nodes for name in node.writes()}
+    known = {transfer.name for transfer in receives} | set(profile.program.inputs)
+    missing = next((name for node in nodes for name in node.reads() if name not in made | known), None)
+    if missing is not None:
+        raise EmitError(f"stage {index} reads {missing!r}, which no stage before it sends", hint="report this as a bug, with the profile")
+    calls = tuple(_layer_call(plan, profile, index, position) for position in mine)
+    reads = {name for node in nodes for name in node.reads()}
+    if is_last:
+        reads |= {leaf.name for leaf in leaves(profile.program.output) if isinstance(leaf, Ref)}
+    return StageCode(
+        index=index,
+        rows=stage.microbatch_size,
+        nodes=nodes,
+        layers=calls,
+        inputs=tuple(name for name in profile.program.inputs if name in reads),
+        modules=tuple(dict.fromkeys(node.target for node in nodes if node.kind == "module")),
+        parameters=tuple(dict.fromkeys(name for node in nodes for name in node.params())),
+        receives=receives,
+        sends=sends,
+        is_last=is_last,
+    )
+
+
+def _layer_call(plan: Plan, profile: ModelProfile, index: int, position: int) -> LayerCall:
+    stage, layer = plan.stages[index], profile.layers[position]
+    layer_class = profile.layer_class(position)
+    sharding = None
+    if stage.tp_degree > 1 and layer.layer_class in stage.shardings:
+        name = stage.shardings[layer.layer_class]
+        sharding = layer_class.sharding(name, stage.tp_degree)
+        if sharding is None and name != "replicated":
+            raise EmitError(
+                f"layer {layer.name!r} has no sharding {name!r} for tp_degree {stage.tp_degree} in the profile",
+                hint=f"profile the model again with --tp {stage.tp_degree}",
+            )
+    return LayerCall(layer.name, layer.module, layer_class, sharding, layer.name in stage.recompute)

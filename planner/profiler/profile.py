@@ -1,0 +1,294 @@
+"""Profiles a model: captures it, divides it into layers, and measures or computes each layer class once."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.cluster import Gpu, read_gpu
+from planner.errors import ProfileError, UsageError
+from planner.model_file import ModelFile, load_model_file, split_arguments
+from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding
+from planner.profiler.blocks import select_calls
+from planner.profiler.capture import Capture, capture, input_tensors
+from planner.profiler.classes import OpenedClass, open_class, shardings_of
+from planner.profiler.execute import Target, outside_results, run_derived
+from planner.profiler.fake import model_dtype
+from planner.profiler.layer_cost import class_cost
+from planner.profiler.layers import (
+    Segment,
+    build_program,
+    describe_class,
+    divide,
+    input_only_values,
+    make_edges,
+    make_layers,
+)
+from planner.profiler.modules import ModuleSource
+from planner.profiler.recorder import Call
+from planner.profiler.segment import SegmentRunner
+from planner.profiler.segments import divided_nodes
+from planner.program import Program, Ref, leaves
+
+Progress = Callable[[str, int, int], None]
+
+MEASURED_MICROBATCH_SIZES = (1, 2, 4)
+COMPUTED_MICROBATCH_SIZES = (1, 2, 4)
+MEASURED_TP_DEGREES = (1, 2, 4)
+COMPUTED_TP_DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class _Class:
+    """A layer class: its first layer, the call of its module, and what it is opened into."""
+
+    name: str
+    segment: Segment
+    stop: int
+    call: Call
+    opened: OpenedClass
+    shardings: tuple[Sharding, ...]
+
+
+def profile_model(
+    model_spec: str,
+    *,
+    device: str | None = None,
+    gpu: str | None = None,
+    microbatch_sizes: tuple[int, ...] | None = None,
+    tp_degrees: tuple[int, ...] | None = None,
+    dtype: str | None = None,
+    inputs: str | None = None,
+    blocks: tuple[str, ...] = (),
+    progress: Progress = lambda text, done, total: None,
+) -> ModelProfile:
+    """Return the profile of the model in a file; measured on `device`, or computed for the GPU type `gpu`.
+
+    CaptureError names the statement that can't be recorded, ProfileError the layer that can't be run.
+    """
+    gpu_type = read_gpu(gpu) if gpu else None
+    device_name = "cpu" if gpu_type else device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this machine has no CUDA device", hint="measure on --device cpu, or compute with --gpu NAME")
+    progress("capturing the model", 0, 1)
+    file = load_model_file(model_spec, inputs=inputs)
+    target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if gpu_type or device_name == "cuda" else None
+    captured = capture(file, dtype=target_dtype)
+    calls = select_calls(captured.model, captured.calls, blocks)
+    named = {str(number): name for name, number in captured.inputs.items()}
+    program = build_program(calls, named, captured.output, captured.tensors)
+    targets = {str(number): name for name, number in captured.targets.items()}
+    with_loss = build_program([*calls, *captured.loss_calls], named | targets, captured.loss, captured.tensors)
+    derived = input_only_values(program, captured.model)
+    segments = divide(program, captured.model, derived)
+    degrees = tp_degrees or (COMPUTED_TP_DEGREES if gpu_type else MEASURED_TP_DEGREES)
+    classes, names = _classes(captured, calls, program, segments, len(with_loss.nodes), degrees)
+    sizes = tuple(sorted(microbatch_sizes or (COMPUTED_MICROBATCH_SIZES if gpu_type else MEASURED_MICROBATCH_SIZES)))
+    pricer = _Pricer(file, captured, with_loss, derived, gpu_type, torch.device(device_name), target_dtype)
+    costs = pricer.price(classes, sizes, progress)
+    flops = {layer_class.name: _flops_per_row(costs[layer_class.name]) for layer_class in classes}
+    parameters, tied = _parameters(captured.model)
+    return ModelProfile(
+        name=file.path.stem if file.path.stem != "config" else file.path.parent.name,
+        provenance=_provenance(file, captured, model_spec, device_name, gpu, pricer.dtype),
+        param_count=sum(p.numel() for p in captured.model.parameters()),
+        trainable_param_count=sum(p.numel() for p in captured.model.parameters() if p.requires_grad),
+        forward_flops_per_row=sum(flops[name] for name in names),
+        parameters=parameters,
+        tied=tied,
+        layers=tuple(make_layers(program, segments, names, captured.model)),
+        layer_classes=tuple(
+            LayerClass(
+                name=item.name,
+                module_class=type(captured.model.get_submodule(item.segment.module)).__name__,
+                body=item.opened.body if item.shardings else None,
+                signature=item.opened.signature if item.shardings else (),
+                shardings=item.shardings,
+                costs=tuple(costs[item.name]),
+            )
+            for item in classes
+        ),
+        edges=tuple(make_edges(program, segments, derived)),
+        program=program,
+        input_only_values=tuple(sorted(derived - set(program.inputs))),
+        notes=captured.notes,
+    )
+
+
+def _classes(
+    captured: Capture, calls: list[Call], program: Program, segments: list[Segment], end: int, degrees: tuple[int, ...]
+) -> tuple[list[_Class], list[str]]:
+    """Return the layer classes in order of first appearance, and the class of every layer."""
+    trainable = {name: p.requires_grad for name, p in captured.model.named_parameters(remove_duplicate=False)}
+    known: dict[tuple[Any, ...], _Class] = {}
+    taken: dict[str, int] = {}
+    names: list[str] = []
+    for segment in segments:
+        stop = end if segment is segments[-1] else segment.stop
+        key = (*describe_class(program, segment, captured.model, trainable), segment is segments[-1])
+        if key not in known:
+            position = next(i for i in range(segment.start, segment.stop) if program.nodes[i].kind == "module" and program.nodes[i].target == segment.module)
+            base = type(captured.model.get_submodule(segment.module)).__name__
+            taken[base] = taken.get(base, 0) + 1
+            opened = open_class(captured, calls[position])
+            shardings = tuple(s for degree in degrees if degree > 1 for s in shardings_of(captured, calls[position], opened, degree))
+            name = base if taken[base] == 1 else f"{base}_{taken[base]}"
+            known[key] = _Class(name, segment, stop, calls[position], opened, shardings)
+        names.append(known[key].name)
+    return list(known.values()), names
+
+
+class _Pricer:
+    """Prices layer classes one after another, each for every microbatch size, whole and divided."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        captured: Capture,
+        program: Program,
+        derived: frozenset[str],
+        gpu: Gpu | None,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._file, self._captured, self._program, self._derived, self._gpu, self._device = file, captured, program, derived, gpu, device
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if gpu is not None else None
+        self._source = ModuleSource(captured.model, device=device, dtype=dtype, fake_mode=self._fake_mode)
+        self.dtype = dtype or model_dtype(captured.model)
+
+    def price(self, classes: list[_Class], sizes: tuple[int, ...], progress: Progress) -> dict[str, list[LayerCost]]:
+        """Return the costs of each class; ProfileError names the layer that fails."""
+        total = sum(len(sizes) * (1 + len(item.shardings)) for item in classes)
+        costs: dict[str, list[LayerCost]] = {item.name: [] for item in classes}
+        done = 0
+        environments = {rows: self._environment(rows) for rows in sizes}
+        for item in classes:
+            for sharding in (None, *item.shardings):
+                self._source.release()
+                if sharding is not None:
+                    self._source.divide(item.segment.module, sharding)
+                for rows in sizes:
+                    label = f"{item.name} rows {rows}" + (f" tp {sharding.tp_degree}" if sharding else "")
+                    progress(label, done, total)
+                    costs[item.name].append(self._cost(item, sharding, rows, environments[rows]))
+                    done += 1
+        self._source.release()
+        progress("done", total, total)
+        return costs
+
+    def _environment(self, rows: int) -> dict[str, Any]:
+        """Return the model's inputs, targets and what is computed from them alone, for a batch of `rows`."""
+        args, kwargs = split_arguments(self._file.example_inputs(rows))
+        tensors = input_tensors(self._captured.model, args, kwargs)
+        if self._file.example_target is not None and self._captured.targets:
+            tensors |= input_tensors(nn.Module(), (), {"target": self._file.example_target(rows)})
+        values = {name: self._place(tensor) for name, tensor in tensors.items()}
+        target = Target(rows, self._device, self.dtype)
+        with self._fake_mode or _Nothing():
+            return run_derived(
+                self._program,
+                self._derived,
+                values,
+                module_call=self._source.module,
+                parameter=self._source.parameter,
+                target=target,
+            )
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        if self._fake_mode is not None:
+            with self._fake_mode:
+                return torch.empty(tensor.shape, dtype=dtype, device=self._device)
+        return tensor.detach().to(self._device, dtype)
+
+    def _cost(self, item: _Class, sharding: Sharding | None, rows: int, environment: dict[str, Any]) -> LayerCost:
+        nodes = self._program.nodes[item.segment.start : item.stop]
+        if sharding is not None:
+            nodes = divided_nodes(self._program, item.segment, item.stop, item.opened, sharding)
+        results = outside_results(self._program, item.segment.start, item.stop)
+        runner = SegmentRunner(
+            item.segment.name,
+            [node for node in nodes if not self._made_anew(node)],
+            self._program.tensors,
+            [name for name in results if name not in self._derived],
+            module_call=self._source.module,
+            parameter=self._source.parameter,
+            target=Target(rows, self._device, self.dtype),
+            environment=environment,
+            fake_mode=self._fake_mode,
+        )
+        if sharding is None:
+            return class_cost(runner, gpu=self._gpu)
+        return class_cost(runner, gpu=self._gpu, tp_degree=sharding.tp_degree, sharding=sharding.name)
+
+    def _made_anew(self, node: Any) -> bool:
+        writes = list(node.writes())
+        return bool(writes) and all(name in self._derived for name in writes)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _flops_per_row(costs: list[LayerCost]) -> float:
+    smallest = min((cost for cost in costs if cost.tp_degree == 1), key=lambda cost: cost.microbatch_size)
+    return smallest.forward_flops / smallest.microbatch_size
+
+
+def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], tuple[tuple[str, ...], ...]]:
+    """Return every parameter and buffer by name, and the groups of names that share one."""
+    groups: dict[int, list[str]] = {}
+    found: dict[str, Parameter] = {}
+    persistent = set(model.state_dict(keep_vars=True))
+    named: list[tuple[str, torch.Tensor, bool]] = [(n, p, False) for n, p in model.named_parameters(remove_duplicate=False)]
+    named += [(n, b, True) for n, b in model.named_buffers(remove_duplicate=False)]
+    for name, tensor, is_buffer in named:
+        group = groups.setdefault(id(tensor), [])
+        found[name] = Parameter(
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            num_bytes=tensor.numel() * tensor.element_size(),
+            trainable=tensor.requires_grad,
+            buffer=is_buffer,
+            persistent=name in persistent or not is_buffer,
+            tied_to=group[0] if group else None,
+        )
+        group.append(name)
+    return found, tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _provenance(
+    file: ModelFile, captured: Capture, spec: str, device: str, gpu: str | None, dtype: torch.dtype
+) -> Provenance:
+    args, kwargs = split_arguments(file.example_inputs(1))
+    shapes = {name: tuple(tensor.shape) for name, tensor in input_tensors(captured.model, args, kwargs).items()}
+    tokens = next((shape[1] for name, shape in shapes.items() if len(shape) == 2 and not _is_float(captured, name)), 0)
+    return Provenance(
+        model_path=str(file.path),
+        model_hash=captured.model_hash,
+        build_function=file.build_function,
+        inputs_function=file.inputs_function,
+        torch_version=torch.__version__,
+        device=gpu or (torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()),
+        gpu=gpu,
+        dtype=str(dtype).removeprefix("torch."),
+        input_shapes=shapes,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=f"planner profile {spec}",
+        tokens_per_row=tokens,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _is_float(captured: Capture, name: str) -> bool:
+    return captured.tensors[captured.inputs[name]].dtype.startswith(("float", "bfloat"))
+
+
+__all__ = ["ProfileError", "Ref", "leaves", "profile_model"]

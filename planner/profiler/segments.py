@@ -1,0 +1,88 @@
+"""Lays out the nodes to run for one layer: as it is, or as one rank of a tensor-parallel group has it."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from planner.model_profile import Sharding
+from planner.profiler.classes import OpenedClass
+from planner.profiler.layers import Segment
+from planner.program import Node, ParamRef, Program, Ref, leaves, map_argument
+from planner.tp_rules import rewrite_node
+
+_INNER = "inner_"
+
+
+def divided_nodes(program: Program, segment: Segment, stop: int, opened: OpenedClass, sharding: Sharding) -> tuple[Node, ...]:
+    """Return nodes [start, stop) of a layer as one rank runs them; communication is left out, it is priced elsewhere.
+
+    The module's call is replaced by its rewritten body. A divided embedding looks up indices of the local range, and a
+    gathered output is put together from copies, so that what follows has the sizes it really has.
+    """
+    nodes: list[Node] = []
+    for node in program.nodes[segment.start : stop]:
+        if node.kind == "module" and node.target == segment.module:
+            nodes.extend(_divided_call(node, segment, opened, sharding))
+        else:
+            nodes.append(node)
+    return tuple(nodes)
+
+
+def _divided_call(call: Node, segment: Segment, opened: OpenedClass, sharding: Sharding) -> Iterator[Node]:
+    if opened.body is None:
+        yield from _divided_leaf(call, segment.module, "", opened, sharding)
+        return
+    outer = dict(zip(_signature_refs(opened), _call_refs(call), strict=True))
+    results = [leaf.name for leaf in leaves(call.result) if isinstance(leaf, Ref)]
+    inner_results = [leaf.name for leaf in leaves(opened.body.output) if isinstance(leaf, Ref)]
+
+    def rename(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return Ref(outer.get(leaf.name, f"{_INNER}{leaf.name}"))
+        if isinstance(leaf, ParamRef):
+            return ParamRef(f"{segment.module}.{leaf.name}")
+        return leaf
+
+    for node in opened.body.nodes:
+        changed = rewrite_node(node, sharding, enter=False)
+        moved = changed.model_copy(
+            update={
+                "name": f"{_INNER}{changed.name}",
+                "args": map_argument(changed.args, rename),
+                "kwargs": map_argument(changed.kwargs, rename),
+                "result": map_argument(changed.result, rename),
+            }
+        )
+        if node.kind == "module":
+            target = f"{segment.module}.{node.target}" if node.target else segment.module
+            yield from _divided_leaf(moved.model_copy(update={"target": target}), target, node.target, opened, sharding)
+        else:
+            yield moved
+    for name, inner in zip(results, inner_results, strict=True):
+        source = outer.get(inner, f"{_INNER}{inner}")
+        if source != name:
+            yield Node(name=name, kind="method", target="view_as", args=(Ref(source), Ref(source)), result=Ref(name))
+
+
+def _divided_leaf(call: Node, target: str, relative: str, opened: OpenedClass, sharding: Sharding) -> Iterable[Node]:
+    style = sharding.styles.get(relative)
+    if style == "vocabulary":
+        rows = opened.modules[relative].parameters["weight"][0] // sharding.tp_degree
+        local = f"{call.name}_local_ids"
+        yield Node(name=local, kind="method", target="remainder", args=(call.args[0], rows), result=Ref(local), no_grad=call.no_grad)
+        yield call.model_copy(update={"args": (Ref(local), *call.args[1:])})
+    elif relative in sharding.gather and isinstance(call.result, Ref):
+        part = f"{call.name}_part"
+        yield call.model_copy(update={"name": part, "result": Ref(part)})
+        copies = tuple(Ref(part) for _ in range(sharding.tp_degree))
+        yield Node(name=call.name, kind="function", target="torch.cat", args=(copies, -1), result=call.result)
+    else:
+        yield call
+
+
+def _signature_refs(opened: OpenedClass) -> list[str]:
+    return list(dict.fromkeys(leaf.name for _, value in opened.signature for leaf in leaves(value) if isinstance(leaf, Ref)))
+
+
+def _call_refs(call: Node) -> list[str]:
+    """Return the values a call passes, in the order of the body's inputs."""
+    return list(dict.fromkeys(leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)))
