@@ -102,13 +102,9 @@ def split_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def model_hash(model: Any) -> str:
     """Return 16 hex digits over the names and shapes of a model's parameters and buffers, ties included, in order."""
-    digest = hashlib.sha256()
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
-    return digest.hexdigest()[:16]
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    text = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]  # an emitted plan computes the same in `setup`
 
 
 def user_error(error: BaseException, path: Path, what: str) -> PlannerError:
