@@ -1,10 +1,13 @@
 """A plan: which layers run where, divided how, in what order, and what that is predicted to cost."""
 
+import ast
 import math
+from pathlib import Path
 from typing import Any, Literal
 
+from planner.errors import FileFormatError
 from planner.program import Identifier
-from planner.records import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Record
+from planner.records import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Record, read_text, validate
 
 PLAN_VERSION = 1
 
@@ -206,3 +209,33 @@ class Plan(Record):
 def greatest_common_rows(plan: Plan) -> int:
     """Return the rows of the largest block that no stage's microbatch splits: the one process's microbatch."""
     return math.gcd(*(stage.microbatch_size for stage in plan.stages))
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan in a plan.py from its `PLAN = {...}` literal; the file is never run.
+
+    FileFormatError says what is wrong with it, UsageError that there is no such file.
+    """
+    try:
+        body = ast.parse(read_text(path, what="plan")).body
+    except (SyntaxError, ValueError) as error:
+        raise FileFormatError(f"{path}: not Python: {error}", hint="solve again, or undo the last edit") from None
+    for node in body:
+        if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != "PLAN":
+            continue
+        try:
+            data = ast.literal_eval(node.value)
+        except (ValueError, TypeError, SyntaxError):
+            raise FileFormatError(
+                f"{path}: PLAN is not a literal", hint="PLAN is data: write values, no calls or names"
+            ) from None
+        break
+    else:
+        raise FileFormatError(f"{path}: no PLAN = {{...}}: not a plan", hint="write one with `planner solve`")
+    version = data.get("plan_version", PLAN_VERSION) if isinstance(data, dict) else None
+    if isinstance(version, int) and version > PLAN_VERSION:
+        raise FileFormatError(
+            f"{path}: plan_version {version} is newer than {PLAN_VERSION}, the newest this planner reads",
+            hint="upgrade planner, or solve again with this version",
+        )
+    return validate(Plan, data, source=str(path))

@@ -133,6 +133,15 @@ def test_refuses_what_it_cannot_run(pool: WorkerPool) -> None:
         pool.run(lambda context: None)
 
 
+def test_the_template_starts_no_threads(pool: WorkerPool) -> None:
+    pool.run(without_group, num_processes=1, preload=("json:JSONDecoder", "no_such_package"))
+    assert pool._template is not None
+    tasks = Path(f"/proc/{pool._template.pid}/task")
+    if not tasks.exists():
+        pytest.skip("this system has no /proc")
+    assert len(list(tasks.iterdir())) == 1  # a fork of a process with threads may hang
+
+
 # Failures ----------------------------------------------------------------------------------------------------------
 
 

@@ -99,7 +99,7 @@ class WorkerPool:
 
     def run(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         *arguments: Any,
         num_processes: int = 1,
         timeout_s: float = 60.0,
@@ -109,18 +109,21 @@ class WorkerPool:
     ) -> list[Any]:
         """Return what `function(context, *arguments)` returned on each rank, by rank.
 
-        The result and the arguments are pickled. `preload` names installed packages (or 'package:Class') to import once
-        for all ranks and later jobs. A PlannerError of a rank is raised as it is, any other failure as VerifyError.
+        A function may be named as 'module:function', which does not import it here. The result and the arguments are
+        pickled. `preload` names installed packages (or 'package:Class') to import once for all ranks and later jobs. A
+        PlannerError of a rank is raised as it is, any other failure as VerifyError.
         """
         if not 1 <= num_processes <= self.max_processes:
             raise VerifyError(
                 f"{num_processes} processes asked of a pool of {self.max_processes}", hint="use fewer processes"
             )
-        if function.__module__ == "__main__" or "<" in function.__qualname__ or "." in function.__qualname__:
-            raise ValueError(f"{function.__qualname__} of {function.__module__} can't be found by another process")
+        name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+        module, _, attribute = name.partition(":")
+        if module == "__main__" or not attribute.isidentifier():
+            raise ValueError(f"{attribute} of {module} can't be found by another process")
         job = Job(
-            module=function.__module__,
-            function=function.__qualname__,
+            module=module,
+            function=attribute,
             arguments=pickle.dumps(arguments),
             num_processes=num_processes,
             timeout_s=timeout_s,

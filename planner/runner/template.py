@@ -25,6 +25,7 @@ _IMPORTS = (
     "torch.distributed.tensor.parallel",
     "torch.utils.checkpoint",
     "torch.optim",
+    "torch._dynamo",  # what the first step of any optimizer imports
 )
 _POLL_S = 0.02  # how soon an exit is noticed
 _REAP_S = 5.0  # a killed process that is not gone by then is stuck in the kernel

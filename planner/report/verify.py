@@ -1,0 +1,45 @@
+"""The table of `planner verify`: the parameters that differ most from one process."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from planner.runner.verify import VerifyReport
+
+SHOWN_ROWS = 10
+
+
+def verify_table(report: "VerifyReport", *, num_rows: int = SHOWN_ROWS) -> Group:
+    """Return what was found as text and a table: every parameter that is not equal, and the worst of the others."""
+    wrong = [row for row in report.rows if row.verdict != "equal"]
+    shown = report.rows[: max(num_rows, len(wrong))]
+    table = Table(title=f"gradients beside one process's, the worst {len(shown)} of {len(report.rows)} parameters")
+    table.add_column("parameter")
+    table.add_column("shape")
+    table.add_column("relative difference", justify="right")
+    table.add_column("norm", justify="right")
+    table.add_column("step", justify="right")
+    table.add_column("verdict")
+    for row in shown:
+        table.add_row(
+            row.name,
+            " x ".join(str(size) for size in row.shape) or "-",
+            f"{row.gradient_difference:.1e}",
+            f"{row.gradient_norm:.2e}",
+            str(row.step) if row.step else "setup",
+            row.verdict,
+            style="bold red" if row.verdict != "equal" else None,
+        )
+    if report.ok:
+        verdict = f"equal to one process: all {len(report.rows)} parameters within {report.tolerance:g}"
+    else:
+        verdict = f"NOT equal to one process: {len(wrong)} of {len(report.rows)} parameters differ"
+    lines = [
+        f"{report.plan_summary}, on {report.num_processes} processes, two optimizer steps in float64",
+        f"{verdict}; the loss differs by {report.loss_difference:.1e}",
+        *(f"note: {note}" for note in report.notes),
+    ]
+    return Group(table, *(Text(line) for line in lines))

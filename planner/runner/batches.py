@@ -1,0 +1,158 @@
+"""Data for an exact comparison: other values than the capture saw, padded where the model takes a mask."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import VerifyError
+from planner.model_file import ModelFile, split_arguments, user_error
+
+DATA_SEED = 90210  # the capture's is another; step i uses DATA_SEED + i
+_MASK = re.compile(r"(^|_|\s)(attention_|padding_|pad_)mask$|^mask$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's data: positional and keyword arguments of the model, and the target (None without one).
+
+    `batched` tells, for each tensor in order, whether its dimension 0 is the rows of the batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    num_rows: int
+    batched: tuple[bool, ...]
+
+    def microbatches(self, rows: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
+        """Yield arguments and target of each block of `rows`, in order."""
+        for start in range(0, self.num_rows, rows):
+            flags = iter(self.batched)
+
+            def cut(tensor: Tensor, start: int = start, flags: Iterator[bool] = flags) -> Tensor:
+                return tensor[start : start + rows] if next(flags) else tensor
+
+            args, kwargs, target = _map(cut, (self.args, self.kwargs, self.target))
+            yield args, kwargs, target
+
+    def inputs_of_step(self, model: nn.Module) -> tuple[Any, ...] | dict[str, Any]:
+        """Return the inputs as a plan's `step` takes them: a dict by name, or a tuple by position."""
+        if not self.kwargs:
+            return self.args
+        if not self.args:
+            return self.kwargs
+        return dict(zip(_positional_names(model), self.args, strict=False)) | self.kwargs
+
+
+def make_batches(model_file: ModelFile, model: nn.Module, num_rows: int, num_steps: int) -> list[Batch]:
+    """Return a batch for each step, in float64: no two alike where the values may vary."""
+    draws = [_draw(model_file, num_rows, DATA_SEED + step) for step in range(num_steps)]
+    longer = list(_leaves(_draw(model_file, num_rows + 1, DATA_SEED)))
+    batches = []
+    for step, draw in enumerate(draws):
+        others = list(_leaves(draws[step - 1]))
+        generator = torch.Generator().manual_seed(DATA_SEED + step)
+        leaves = dict(zip(_leaf_names(draw, model), _leaves(draw), strict=True))
+        if len(leaves) != len(others) or len(leaves) != len(longer):
+            raise VerifyError(
+                f"{model_file.inputs_function} returns another number of tensors at another call",
+                hint="return the same arguments for every batch size",
+            )
+        changed: dict[int, Tensor] = {}  # a tensor given twice (ids that are labels too) stays one
+        batched = []
+        for (name, leaf), other, long in zip(leaves.items(), others, longer, strict=True):
+            rows_first = leaf.dim() > 0 and leaf.shape[0] == num_rows and long.shape[0] == num_rows + 1
+            if id(leaf) not in changed:
+                new = leaf
+                if num_steps > 1 and leaf.shape == other.shape and torch.equal(leaf, other):
+                    new = _vary(leaf, generator)
+                if rows_first and _MASK.search(name):
+                    new = _pad(new)
+                changed[id(leaf)] = new.double() if new.is_floating_point() else new.clone()
+            batched.append(rows_first)
+
+        def replaced(tensor: Tensor, changed: dict[int, Tensor] = changed) -> Tensor:
+            return changed[id(tensor)]
+
+        args, kwargs, target = _map(replaced, draw)
+        batches.append(Batch(args=args, kwargs=kwargs, target=target, num_rows=num_rows, batched=tuple(batched)))
+    return batches
+
+
+def _draw(model_file: ModelFile, num_rows: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    torch.manual_seed(seed)
+    try:
+        args, kwargs = split_arguments(model_file.example_inputs(num_rows))
+        target = model_file.example_target(num_rows) if model_file.example_target is not None else None
+    except Exception as error:
+        raise user_error(error, model_file.path, f"making inputs for {num_rows} rows") from error
+    return args, kwargs, target
+
+
+def _vary(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Return other values for a tensor that every call gives alike; rows that are all the same (positions) stay."""
+    if tensor.is_floating_point():
+        spread = float(tensor.double().std()) if tensor.numel() > 1 else 0.0
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return tensor.double() + 0.1 * (spread or 1.0) * noise
+    if tensor.dim() == 0 or tensor.dtype == torch.bool or bool((tensor == tensor[:1]).all()):
+        return tensor
+    order = torch.randperm(tensor.numel(), generator=generator)  # values that occur are values that are allowed
+    return tensor.flatten()[order].view(tensor.shape)
+
+
+def _pad(mask: Tensor) -> Tensor:
+    """Return a mask [rows, length] of one value with the other value at the end of every second row."""
+    if mask.dim() != 2 or mask.shape[1] < 2 or not bool((mask == mask[0, 0]).all()) or mask[0, 0] not in (0, 1):
+        return mask
+    padded = mask.clone()
+    rows, length = mask.shape
+    for row in range(min(1, rows - 1), rows, 2):
+        padded[row, length - 1 - row % (length // 2) :] = 1 - int(mask[0, 0])
+    return padded
+
+
+def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a structure of tuples, lists and dicts with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _map(change, item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_map(change, item) for item in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map(keep, value)
+    return iter(found)
+
+
+def _leaf_names(draw: tuple[tuple[Any, ...], dict[str, Any], Any], model: nn.Module) -> Iterator[str]:
+    """Yield a name for each leaf, in order, each once: the argument's, with the position of nested ones before it."""
+    args, kwargs, target = draw
+    names = _positional_names(model)
+    named = [(names[index] if index < len(names) else f"argument {index}", value) for index, value in enumerate(args)]
+    for index, (name, value) in enumerate([*named, *kwargs.items(), ("target", target)]):
+        leaves = list(_leaves(value))
+        for position in range(len(leaves)):
+            yield name if len(leaves) == 1 and name != "target" else f"{index}.{position} {name}"
+
+
+def _positional_names(model: nn.Module) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [item.name for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]

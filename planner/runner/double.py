@@ -1,0 +1,120 @@
+"""A model made fit for an exact comparison: float64 throughout, dropout off, no gradient zero by initialisation."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from planner.model_file import ModelFile, user_error
+
+BUILD_SEED = 1201
+PERTURBATION = 0.02  # standard deviation added to every parameter: the usual scale of initial weights
+
+# Attributes of modules and configurations that hold a probability of dropping something
+_DROPS = re.compile(r"dropout|pdrop|layerdrop|drop_path|drop_prob|drop_rate|_drop$", re.IGNORECASE)
+
+_WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+_PROBABILITY_SECOND = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+)
+_DROPOUTS: dict[Any, tuple[int, str]] = {  # function: position and name of its probability
+    **dict.fromkeys(_PROBABILITY_SECOND, (1, "p")),
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+}
+
+
+class ExactMode(TorchFunctionMode):
+    """Makes casts to lower precision casts to float64, and every dropout probability zero, whoever wrote them.
+
+    Models cast inside (a norm in float32, say), and the code of a plan repeats those casts: in lower precision, two
+    orders of the same sum would differ by more than what is looked for.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return what `func` gives with its arguments changed."""
+        given = dict(kwargs or {})
+        if func in _CASTS:
+            return torch.Tensor.double(args[0])
+        if func in _DROPOUTS:
+            position, name = _DROPOUTS[func]
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                given[name] = 0.0
+        return func(
+            *(_widen(value) for value in args),
+            **{name: _widen(value) for name, value in given.items()},
+        )
+
+
+def _widen(value: Any) -> Any:
+    return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Compute in float64 without dropout inside: tensors made without a dtype included."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with ExactMode():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_exact(model_file: ModelFile) -> nn.Module:
+    """Return the model as every process builds it: seeded, float64, dropout off, weights perturbed; mode unchanged."""
+    torch.manual_seed(BUILD_SEED)
+    try:
+        model = model_file.build()
+    except Exception as error:
+        raise user_error(error, model_file.path, f"{model_file.build_function}()") from error
+    switch_off_dropout(model)
+    model.double()
+    perturb(model)
+    return model  # type: ignore[no-any-return]
+
+
+def perturb(model: nn.Module) -> None:
+    """Add the same noise in every process to each floating-point parameter, tied ones once."""
+    generator = torch.Generator().manual_seed(BUILD_SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(noise.to(parameter.dtype), alpha=PERTURBATION)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set every probability of dropping something to zero, in modules and their configurations; mode unchanged."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if _DROPS.search(name) and isinstance(value, float | int) and not isinstance(value, bool):
+                    setattr(owner, name, type(value)(0))

@@ -1,0 +1,30 @@
+"""What the processes of `verify` are told and what they answer; this module imports no torch, so its owner need not."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+TOLERANCE = 1e-5  # on the loss (absolute) and on each norm(g - g_one) / norm(g_one)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactJob:
+    """What every process needs to know; `microbatch_size` is the rows that the one process takes at a time."""
+
+    plan_path: Path
+    model_spec: str
+    inputs_function: str
+    global_batch_size: int
+    microbatch_size: int
+    reference_path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One parameter's gradients beside those of one process, at the step where they differ most."""
+
+    name: str
+    shape: tuple[int, ...]
+    difference: float
+    norm: float
+    step: int
+    verdict: str

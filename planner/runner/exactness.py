@@ -1,0 +1,246 @@
+"""The jobs that `verify` runs in other processes: one process's gradients, the plan's gradients, and their comparison.
+
+"Equal to one process" means: two optimizer steps in float64, on data other than the capture's, weights perturbed and
+dropout off; the one process uses the same microbatches; for every parameter norm(g - g_one) / norm(g_one) <= TOLERANCE.
+"""
+
+import copy
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import VerifyError
+from planner.model_file import ModelFile, load_model_file, model_hash, user_error
+from planner.runner.batches import Batch, make_batches
+from planner.runner.double import build_exact, exact_arithmetic
+from planner.runner.exact_job import TOLERANCE, Comparison, ExactJob
+from planner.runner.rank import RankContext
+
+NUM_STEPS = 2
+LEARNING_RATE = 1e-3
+# A gradient this far below the largest is rounding: a key's bias under softmax is zero in exact arithmetic, and about
+# 1e-17 of the largest in float64. Differences are measured against no less than this, so zero must be zero to 1e-14.
+ZERO_FRACTION = 1e-9
+
+
+def inspect_model(context: RankContext, spec: str, inputs_function: str) -> tuple[str, int]:
+    """Return the model's hash and the number of elements of its parameters and buffers, without memory if it can."""
+    model_file = load_model_file(spec, inputs=inputs_function)
+    try:
+        with torch.device("meta"):
+            model = model_file.build()
+    except Exception:  # noqa: BLE001 - building on the meta device is a saving; what is wrong shows in earnest below
+        try:
+            model = model_file.build()
+        except Exception as error:
+            raise user_error(error, model_file.path, f"{model_file.build_function}()") from error
+    if not isinstance(model, nn.Module):
+        raise VerifyError(
+            f"{model_file.build_function}() returned {type(model).__name__}, not an nn.Module",
+            hint="return the model from it",
+        )
+    return model_hash(model), sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+
+
+def run_reference(context: RankContext, job: ExactJob) -> tuple[str, ...]:
+    """Write the data, the parameters and each step's gradients of one process to a file; return notes for people."""
+    model_file = load_model_file(job.model_spec, inputs=job.inputs_function)
+    notes = []
+    with exact_arithmetic():
+        model = build_exact(model_file)
+        batches = make_batches(model_file, model, job.global_batch_size, NUM_STEPS)
+        _check_repeatable(model, model_file, batches[0], job.microbatch_size)
+        whole = _loss_without_gradients(model, model_file, batches[0], job.global_batch_size)
+        saved: dict[str, Any] = {
+            "batches": batches,
+            "parameters": {name: tensor.detach().clone() for name, tensor in model.named_parameters()},
+            "steps": [],
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
+        for step, batch in enumerate(batches):
+            context.report(f"one process, step {step + 1} of {NUM_STEPS}")
+            loss = _train_step(model, model_file, batch, job.microbatch_size)
+            gradients = {
+                name: None if parameter.grad is None else parameter.grad.clone()
+                for name, parameter in model.named_parameters()
+            }
+            saved["steps"].append((loss, gradients))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0 and abs(whole - loss) > 1e-9 * max(1.0, abs(loss)):
+                notes.append(
+                    f"microbatches of {job.microbatch_size} rows change the loss itself, from {whole:.6g} for the "
+                    f"whole batch to {loss:.6g}: the plan is judged against one process with the same microbatches"
+                )
+    if not any(g is not None and bool(g.any()) for g in saved["steps"][0][1].values()):
+        raise VerifyError(
+            "no parameter of one process has a gradient: there is nothing to compare",
+            hint="check that loss_fn depends on the model's output and that parameters require gradients",
+        )
+    torch.save(saved, job.reference_path)
+    return tuple(notes)
+
+
+def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Comparison]] | None:
+    """Return, on rank 0, the largest difference of the loss and the comparison of every parameter; None elsewhere."""
+    model_file = load_model_file(job.model_spec, inputs=job.inputs_function)
+    plan = import_plan(job.plan_path)
+    plan.PLAN["precision"] = "fp32"  # what is compared is in float64
+    reference = torch.load(job.reference_path, weights_only=False, mmap=True)
+    batches: list[Batch] = reference["batches"]
+    inputs: list[Any] = []
+
+    def build() -> nn.Module:
+        with exact_arithmetic():
+            model = build_exact(model_file)
+        inputs.extend(batch.inputs_of_step(model) for batch in batches)
+        return model
+
+    runtime = plan.setup(build, model_file.loss_fn, device="cpu")
+    worst: dict[str, Comparison] = {}
+    _compare(worst, runtime.full_parameters(), reference["parameters"], 0, _compare_initial)
+    optimizer = torch.optim.AdamW(runtime.parameters(), lr=LEARNING_RATE, foreach=True)
+    loss_difference = 0.0
+    for step, batch in enumerate(batches):
+        if context.rank == 0:
+            context.report(f"the plan on {context.num_processes} processes, step {step + 1} of {NUM_STEPS}")
+        loss_one, gradients_one = reference["steps"][step]
+        with exact_arithmetic():
+            loss = float(runtime.step(inputs[step], batch.target))
+        loss_difference = max(loss_difference, abs(loss - loss_one))
+        floor = ZERO_FRACTION * max((float(g.norm()) for g in gradients_one.values() if g is not None), default=0.0)
+        gradients = runtime.full_gradients()
+        _compare(worst, gradients, gradients_one, step + 1, partial(compare_gradient, floor=floor))
+        optimizer.step()
+        runtime.zero_grad()
+    return (loss_difference, list(worst.values())) if context.rank == 0 else None
+
+
+def import_plan(path: Path) -> ModuleType:
+    """Return plan.py as a module of its own name."""
+    name = f"planner_plan_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise VerifyError(f"{path} is not a Python file", hint="give the plan.py that `planner solve` wrote")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def compare_gradient(gradient: Tensor | None, one: Tensor | None, floor: float) -> tuple[float, float, str]:
+    """Return norm(g - g_one) / norm(g_one), norm(g_one), and 'equal' or what is wrong; `floor` stands in for zero."""
+    if one is None:
+        if gradient is None or not bool(gradient.any()):
+            return 0.0, 0.0, "equal"
+        return float(gradient.double().norm()) / max(floor, sys.float_info.min), 0.0, "unexpected"
+    norm = float(one.norm())
+    if gradient is None:
+        return 1.0, norm, "missing"
+    if gradient.shape != one.shape:
+        return 1.0, norm, f"shape {tuple(gradient.shape)}"
+    difference = float((gradient.double() - one).norm()) / max(norm, floor, sys.float_info.min)
+    if difference != difference or difference == float("inf"):
+        return sys.float_info.max, norm, "not finite"
+    return difference, norm, "equal" if difference <= TOLERANCE else "differs"
+
+
+def _compare_initial(value: Tensor | None, one: Tensor | None) -> tuple[float, float, str]:
+    """Compare a parameter right after setup, bit for bit."""
+    if one is None:
+        return 1.0, 0.0, "unexpected"
+    norm = float(one.double().norm())
+    if value is None or value.shape != one.shape:
+        return 1.0, norm, "not set up"
+    if torch.equal(value, one):
+        return 0.0, norm, "equal"
+    return float((value.double() - one).norm()) / max(norm, sys.float_info.min), norm, "starts otherwise"
+
+
+def _compare(
+    worst: dict[str, Comparison],
+    given: Mapping[str, Tensor | None] | None,
+    expected: Mapping[str, Tensor | None],
+    step: int,
+    compare: Callable[[Tensor | None, Tensor | None], tuple[float, float, str]],
+) -> None:
+    """Keep, for each parameter, the comparison that is furthest off; `given` is None on ranks other than 0."""
+    if given is None:
+        return
+    for name in (*expected, *(name for name in given if name not in expected)):
+        one = expected.get(name)
+        difference, norm, verdict = compare(given.get(name), one)
+        before = worst.get(name)
+        if (
+            before is None
+            or (verdict != "equal", difference) > (before.verdict != "equal", before.difference)
+            or (before.step == 0 and before.verdict == "equal")
+        ):
+            shape = tuple(one.shape) if one is not None else ()
+            worst[name] = Comparison(
+                name=name, shape=shape, difference=difference, norm=norm, step=step, verdict=verdict
+            )
+
+
+def _train_step(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> float:
+    """Return the mean loss over the microbatches, with gradients accumulated in the model."""
+    num_microbatches, total = batch.num_rows // rows, 0.0
+    for args, kwargs, target in batch.microbatches(rows):
+        loss = _loss(model(*args, **kwargs), model_file, target) / num_microbatches
+        if not bool(torch.isfinite(loss)):
+            raise VerifyError(
+                f"the loss of one process is {float(loss)}: there is nothing to compare with",
+                hint="check example_inputs and loss_fn",
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss)
+    return total
+
+
+def _loss(output: Any, model_file: ModelFile, target: Any) -> Tensor:
+    try:
+        if model_file.loss_fn is not None:
+            loss = model_file.loss_fn(output) if target is None else model_file.loss_fn(output, target)
+        elif isinstance(output, Tensor):
+            loss = output
+        else:
+            loss = output["loss"] if isinstance(output, Mapping) else output.loss
+    except Exception as error:
+        raise user_error(error, model_file.path, "computing the loss") from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise VerifyError(f"the loss has {shown}, not one number", hint="write loss_fn(output) in the model file")
+    return loss.reshape(())
+
+
+def _loss_without_gradients(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> float:
+    """Return the loss of the first `rows` rows; buffers that the forward changes are put back."""
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    with torch.no_grad():
+        args, kwargs, target = next(batch.microbatches(rows))
+        loss = float(_loss(model(*args, **kwargs), model_file, target))
+        for name, buffer in model.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+    return loss
+
+
+def _check_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> None:
+    """Raise VerifyError where the same weights and data give another loss: then no two processes could agree."""
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        losses.append(_loss_without_gradients(model, model_file, batch, rows))
+    if losses[0] != losses[1]:
+        raise VerifyError(
+            f"the model's forward is random with dropout off: the same rows give losses {losses[0]} and {losses[1]}",
+            hint="draw random values from the inputs, or make them depend on them, to verify this model",
+        )

@@ -1,0 +1,154 @@
+"""What `verify` runs: the plan itself, or a smaller twin where this machine is too small for it."""
+
+import ast
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.errors import UsageError, VerifyError
+from planner.model_file import split_spec
+from planner.plan import Plan, read_plan
+from planner.records import write_text
+from planner.runner.pool import MAX_PROCESSES
+from planner.units import format_bytes
+
+MakeTwin = Callable[[Plan, int], tuple[str, tuple[str, ...]] | None]
+
+# Bytes per element of the model, in float64: what every rank builds before it keeps its part (in float32 first);
+# parameter, gradient and two optimizer states; what one process keeps beside those (initial values, two gradients).
+_BUILD_BYTES = 4 + 8
+_TRAIN_BYTES = 4 * 8
+_KEPT_BYTES = 3 * 8
+_LIBRARIES = ("torchvision", "transformers", "timm", "diffusers", "torchaudio", "einops")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The plan that is run, and what running it leaves open."""
+
+    plan: Plan
+    path: Path
+    not_proved: tuple[str, ...] = ()
+
+
+def choose_subject(
+    plan: Plan, path: Path, num_elements: int, free_bytes: int | None, make_twin: MakeTwin | None, scratch: Path
+) -> Subject:
+    """Return the plan, or the largest twin that this machine can run; VerifyError with both numbers if there is none.
+
+    `num_elements` are the model's; `free_bytes` None means unknown. A twin is written into the folder `scratch`.
+    """
+    needed = memory_bytes(plan, num_elements)
+    fits = free_bytes is None or needed <= free_bytes
+    if plan.num_gpus <= MAX_PROCESSES and fits:
+        return Subject(plan=plan, path=path)
+    too_large = (
+        f"the plan needs {plan.num_gpus} processes, and at most {MAX_PROCESSES} are run here"
+        if fits
+        else f"the plan needs {plan.num_gpus} processes and at least {format_bytes(needed)} in float64, and "
+        f"{format_bytes(free_bytes or 0)} are free"
+    )
+    num_processes = MAX_PROCESSES if plan.num_gpus > MAX_PROCESSES else plan.num_gpus // 2
+    while make_twin is not None and num_processes >= 2:
+        made = make_twin(plan, num_processes)
+        if made is None:
+            break
+        source, not_proved = made
+        twin_path = scratch / "plan.py"
+        write_text(twin_path, source)
+        twin = read_plan(twin_path)
+        if twin.num_gpus > num_processes:
+            raise VerifyError(
+                f"the twin of {path.name} needs {twin.num_gpus} processes, not the {num_processes} asked",
+                hint="report this: the twin was made wrong",
+            )
+        if free_bytes is None or memory_bytes(twin, num_elements) <= free_bytes:
+            return Subject(plan=twin, path=twin_path, not_proved=(f"{too_large}: a twin was run", *not_proved))
+        num_processes = twin.num_gpus // 2
+    raise VerifyError(
+        f"{too_large}; no smaller plan of the same kind fits",
+        hint="verify a plan for a smaller version of the model, solved with the same pins",
+    )
+
+
+def memory_bytes(plan: Plan, num_elements: int) -> int:
+    """Return the least bytes that running a plan takes, activations left out: one process alone, then all the ranks."""
+    one_process = num_elements * (_TRAIN_BYTES + _KEPT_BYTES)
+    ranks = num_elements * (_BUILD_BYTES * plan.num_gpus + _TRAIN_BYTES * plan.dp_degree + _KEPT_BYTES)
+    return max(one_process, ranks)
+
+
+def available_bytes() -> int | None:
+    """Return the memory that new processes may take, or None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:  # a container may allow less than the machine has
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return free if limit == "max" else min(free, int(limit) - used)
+    except (OSError, ValueError):
+        return free
+
+
+def find_model(plan: Plan, plan_path: Path, model: str | None) -> str:
+    """Return the model to load, as `load_model_file` takes it: the one given, else the plan's own.
+
+    The plan's path is tried as it is, from the current folder, and from the plan's folder. UsageError if it is gone.
+    """
+    function = plan.origin.build_function
+    if model is not None:
+        path, name = split_spec(model)
+        if name == "build_model":  # not named: the plan knows
+            name = function
+    else:
+        recorded = Path(plan.origin.model_path)
+        found = next((path for path in (recorded, plan_path.parent / recorded) if path.exists()), None)
+        if found is None:
+            raise UsageError(
+                f"the model file {plan.origin.model_path!r} of {plan_path.name} is gone",
+                hint="say where it is now with --model FILE",
+            )
+        path, name = found.resolve(), function
+    return str(path) if path.is_dir() or path.suffix == ".json" else f"{path}:{name}"
+
+
+def packages_to_preload(spec: str) -> tuple[str, ...]:
+    """Return installed libraries of models, and their classes, that a model file imports at its top ('package:Class').
+
+    Only libraries known to be safe to import before a fork: they start no threads.
+    """
+    path, _ = split_spec(spec)
+    if path.is_dir() or path.suffix == ".json":
+        try:
+            data = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
+            names = [name for name in data.get("architectures") or () if isinstance(name, str)]
+        except (OSError, ValueError, AttributeError):  # the loader tells what is wrong
+            names = []
+        return ("transformers", *(f"transformers:{name}" for name in names))
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in _LIBRARIES]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in _LIBRARIES:
+            found += [node.module, *(f"{node.module}:{alias.name}" for alias in node.names)]
+    if any(name.split(":")[0].split(".")[0] == "timm" for name in found):
+        return ()  # imports torchvision, whose operators a model file may have to declare first
+    return tuple(found)
+
+
+def plan_summary(plan: Plan) -> str:
+    """Return a plan in a line for people."""
+    degrees = f"pp {plan.pp_degree} x tp {plan.tp_degree} x dp {plan.dp_degree}"
+    mode = f" ({plan.data_parallel})" if plan.dp_degree > 1 else ""
+    batch = f"{plan.num_microbatches} microbatches of {plan.microbatch_size} rows"
+    recomputed = sum(len(stage.recompute) for stage in plan.stages)
+    extra = f", {recomputed} layers recomputed" if recomputed else ""
+    return f"{degrees}{mode}, {plan.schedule}, {batch}{extra}"

@@ -1,0 +1,155 @@
+"""That an emitted plan computes what one process computes: loss and every gradient, on CPU processes under gloo."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from planner.errors import VerifyError
+from planner.plan import greatest_common_rows, read_plan
+from planner.records import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
+from planner.runner.exact_job import TOLERANCE, ExactJob
+from planner.runner.pool import WorkerPool
+from planner.runner.subject import (
+    MakeTwin,
+    available_bytes,
+    choose_subject,
+    find_model,
+    packages_to_preload,
+    plan_summary,
+)
+
+Progress = Callable[[str, int, int], None]
+
+_NUM_PHASES = 5
+
+
+class ParameterRow(Record):
+    """One parameter, at the step where it differs most: norm(g - g_one) / norm(g_one), and what that means.
+
+    `verdict` is 'equal', 'differs', 'missing', 'unexpected' (a gradient where one process has none), 'starts otherwise'
+    (the value after setup), 'not set up', 'not finite', or the wrong shape. `step` is 0 for the value after setup.
+    """
+
+    name: str
+    shape: tuple[NonNegativeInt, ...]
+    gradient_difference: NonNegativeFloat
+    gradient_norm: NonNegativeFloat
+    step: NonNegativeInt
+    verdict: str
+
+
+class VerifyReport(Record):
+    """What `verify` found; `rows` are sorted worst first, `loss_difference` is absolute, the larger of two steps."""
+
+    ok: bool
+    loss_difference: NonNegativeFloat
+    max_gradient_difference: NonNegativeFloat
+    worst_parameter: str
+    not_proved: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    rows: tuple[ParameterRow, ...]
+    num_processes: PositiveInt
+    plan_summary: str
+    tolerance: NonNegativeFloat
+
+
+def verify(
+    plan_path: Path,
+    *,
+    model: str | None = None,
+    timeout_s: float = 600.0,
+    progress: Progress | None = None,
+    make_twin: MakeTwin | None = None,
+    pool: WorkerPool | None = None,
+) -> VerifyReport:
+    """Return how far the plan in a file is from one process, per parameter.
+
+    `model` is the model file where the path in the plan is gone. `make_twin(plan, num_processes)` gives the source of a
+    smaller plan and what that does not prove, for plans that need more than this machine has. A given `pool` is used
+    and left open: starting one costs seconds. VerifyError where the plan can't be run, or a rank fails or does not
+    answer within `timeout_s` in all.
+    """
+    plan_path = plan_path.resolve()
+    plan = read_plan(plan_path)
+    spec = find_model(plan, plan_path, model)
+    deadline_s = time.monotonic() + timeout_s
+
+    def left() -> float:
+        return max(1.0, deadline_s - time.monotonic())
+
+    def tell(text: str, done: int) -> None:
+        if progress is not None:
+            progress(text, done, _NUM_PHASES)
+
+    with tempfile.TemporaryDirectory(prefix="planner-verify-") as scratch, ExitStack() as stack:
+        if pool is None:
+            pool = stack.enter_context(WorkerPool())
+        tell("the model", 0)
+        [(found_hash, num_elements)] = pool.run(
+            "planner.runner.exactness:inspect_model",
+            spec,
+            plan.origin.inputs_function,
+            process_group=False,
+            timeout_s=left(),
+            preload=packages_to_preload(spec),
+        )
+        if found_hash != plan.origin.model_hash:
+            raise VerifyError(
+                f"the model of {spec} has hash {found_hash}, the plan was made for {plan.origin.model_hash}",
+                hint="profile and solve again for this model, or give the plan's own model file with --model",
+            )
+        subject = choose_subject(plan, plan_path, num_elements, available_bytes(), make_twin, Path(scratch))
+        job = ExactJob(
+            plan_path=subject.path,
+            model_spec=spec,
+            inputs_function=plan.origin.inputs_function,
+            global_batch_size=subject.plan.global_batch_size,
+            microbatch_size=greatest_common_rows(subject.plan),
+            reference_path=Path(scratch) / "reference.pt",
+        )
+        tell("one process", 1)
+        [notes] = pool.run(
+            "planner.runner.exactness:run_reference",
+            job,
+            process_group=False,
+            timeout_s=left(),
+            on_progress=lambda _, text: tell(text, 2),
+        )
+        num_processes = subject.plan.num_gpus
+        tell(f"the plan on {num_processes} processes", 3)
+        results = pool.run(
+            "planner.runner.exactness:run_plan",
+            job,
+            num_processes=num_processes,
+            timeout_s=left(),
+            on_progress=lambda _, text: tell(text, 4),
+        )
+    loss_difference, comparisons = results[0]
+    rows = tuple(
+        ParameterRow(
+            name=item.name,
+            shape=item.shape,
+            gradient_difference=item.difference,
+            gradient_norm=item.norm,
+            step=item.step,
+            verdict=item.verdict,
+        )
+        for item in sorted(comparisons, key=lambda item: (item.verdict == "equal", -item.difference, item.name))
+    )
+    tell("done", _NUM_PHASES)
+    if subject.plan.precision != "fp32":
+        notes = (*notes, f"the plan's precision is {subject.plan.precision}; it was compared in float64")
+    return VerifyReport(
+        ok=loss_difference <= TOLERANCE and all(row.verdict == "equal" for row in rows),
+        loss_difference=loss_difference,
+        max_gradient_difference=max(row.gradient_difference for row in rows),
+        worst_parameter=rows[0].name,
+        not_proved=subject.not_proved,
+        notes=notes,
+        rows=rows,
+        num_processes=num_processes,
+        plan_summary=plan_summary(subject.plan),
+        tolerance=TOLERANCE,
+    )
