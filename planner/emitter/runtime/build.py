@@ -1,0 +1,160 @@
+"""Building: a stage with its own part of the model, divided, filled and tied."""
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from planner.emitter.runtime.checks import PlanError, _check_shape
+from planner.emitter.runtime.stage import PlanStage
+from planner.emitter.runtime.tensor_parallel import _open_block
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Let models be built without memory for parameters: each goes to the meta device as it is registered.
+
+    All else stays real, so that buffers have their values and code that reads them runs.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            vars(meta).update(vars(param))
+            param = meta
+        original(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _model_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of most floating parameters, by elements."""
+    counts: dict[torch.dtype, int] = {}
+    for param in model.parameters():
+        if param.is_floating_point():
+            counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.get_default_dtype()
+
+
+def _read_checkpoint(checkpoint: Mapping[str, Tensor] | str | os.PathLike[str] | None) -> Mapping[str, Tensor]:
+    if checkpoint is None or isinstance(checkpoint, Mapping):
+        return checkpoint or {}
+    values: Mapping[str, Tensor] = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+    return values
+
+
+class _Filler:
+    """Gives values to tensors on the meta device, module by module: from a checkpoint, else by the user's function."""
+
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Tensor],
+        initialize: Callable[[nn.Module], object] | None,
+        tied: tuple[tuple[str, ...], ...],
+        device: torch.device,
+    ) -> None:
+        self.checkpoint, self.initialize, self.device = checkpoint, initialize, device
+        self.aliases = {name: group for group in tied for name in group}
+        self.seed = torch.initial_seed()
+
+    def _unwritten_like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device that is full of a mark: NaN, or the least integer."""
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        mark = float("nan") if floating else 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+        return torch.full_like(tensor, mark, device=self.device, requires_grad=False)
+
+    def _count_unwritten(self, tensor: Tensor) -> int:
+        """Return how many values still are the mark; booleans have none and count as unwritten."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            return int(tensor.isnan().sum())
+        return tensor.numel() if tensor.dtype == torch.bool else int((tensor == torch.iinfo(tensor.dtype).min).sum())
+
+    def fill(self, name: str, module: nn.Module) -> None:
+        """Give the module's own parameters and buffers their values, on the device and whole.
+
+        With `initialize`, numbers depend on the seed and the module's name, so every plan draws the same.
+        """
+        tensors: list[tuple[str, Tensor]] = [*module.named_parameters(recurse=False, remove_duplicate=False)]
+        tensors += module.named_buffers(recurse=False, remove_duplicate=False)
+        missing, read = [], {}
+        for key, tensor in tensors:
+            full_name = f"{name}.{key}" if name else key
+            persistent = key not in module._non_persistent_buffers_set
+            names = self.aliases.get(full_name, (full_name,))
+            source = next((other for other in names if other in self.checkpoint), None) if persistent else None
+            real = self._unwritten_like(tensor) if tensor.is_meta else tensor.detach().to(self.device)
+            if source is not None:
+                _check_shape(f"{source!r} of the checkpoint", self.checkpoint[source], tuple(tensor.shape))
+                read[key] = real.copy_(self.checkpoint[source])
+            elif tensor.is_meta or (persistent and self.initialize is None):
+                missing.append((key, full_name))
+            if key in module._parameters:
+                module._parameters[key] = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            else:
+                module._buffers[key] = real
+        if self.initialize is not None and len(read) < len(tensors):
+            devices = [self.device] if self.device.type == "cuda" else []
+            read = {key: value.clone() for key, value in read.items()}
+            with torch.random.fork_rng(devices), torch.no_grad():
+                torch.manual_seed((self.seed + zlib.crc32(name.encode())) % 2**63)
+                self.initialize(module)
+                for key, value in read.items():
+                    getattr(module, key).copy_(value)
+        for key, full_name in missing:
+            tensor = getattr(module, key)
+            if self.initialize is None or (count := self._count_unwritten(tensor)):
+                what = "is not in the checkpoint" if self.initialize is None else f"has {count} values nobody wrote"
+                raise PlanError(
+                    f"{full_name!r}, shape {tuple(tensor.shape)}, {what}\n"
+                    "hint: let `initialize` write it, or give a checkpoint that has it"
+                )
+
+
+def _build_stage(stage: PlanStage, mesh: DeviceMesh | None, filler: _Filler | None) -> None:
+    """Fill the stage's modules and divide them over the tensor-parallel ranks, one after another, so that no more than
+    one module is whole at a time; then let opened blocks run their own code.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    for name, plan in stage.tensor_parallel.items():
+        for key, style in plan.styles.items():
+            styles[f"{name}.{key}" if key else name] = style
+    for name, module in [*stage.named_modules()]:
+        if filler is not None:
+            filler.fill(name, module)
+        if mesh is not None and name in styles:
+            parallelize_module(module, mesh, styles.pop(name))
+    if mesh is None:
+        return
+    if styles:
+        raise PlanError(f"this plan divides {next(iter(styles))!r}, and its stage has no such module")
+    for name, plan in stage.tensor_parallel.items():
+        _open_block(stage.get_submodule(name), plan, mesh)
+
+
+def _tie(module: nn.Module, tied: tuple[tuple[str, ...], ...]) -> None:
+    """Make every group of names that the module has one parameter again: dividing and filling untie them."""
+    present = dict(module.named_parameters(remove_duplicate=False))
+    for group in tied:
+        first, *others = [name for name in group if name in present] or [""]
+        for name in others:
+            _check_shape(f"{name!r}, tied to {first!r},", present[name], tuple(present[first].shape))
+            path, _, attribute = name.rpartition(".")
+            module.get_submodule(path).register_parameter(attribute, present[first])
+
+
+def _shard_of(module: nn.Module, name: str) -> tuple[int, int] | None:
+    """Return along which dimension, in how many parts, a parameter was divided; None where it is whole."""
+    path, _, attribute = name.rpartition(".")
+    shards: dict[str, Any] = vars(module.get_submodule(path)).get("_shards", {})
+    return shards.get(attribute)

@@ -1,0 +1,75 @@
+"""Data parallelism: composable `replicate` or `fully_shard`; gradients are averaged once a step."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from planner.emitter.runtime.checks import PlanError
+from planner.emitter.runtime.stage import PlanStage
+
+
+def _distribute(stage: PlanStage, group: dist.ProcessGroup, mode: str, *, mixed: bool) -> None:
+    """Wrap the stage's units, then the stage; parameters become DTensors that stay whole from first forward to last
+    backward. `mixed`: computed in bfloat16, gradients summed in float32.
+    """
+    for name, param in stage.named_parameters():
+        if param.dim() == 0:
+            raise PlanError(
+                f"{name!r} has no dimension, and replicate and fully_shard need one\n"
+                "hint: solve with --pin dp_degree=1, or give it the shape (1,)"
+            )
+    mesh = DeviceMesh.from_group(group, stage.device.type, mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    wrap: Any
+    if mode == "sharded":
+        wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    else:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        wrap = partial(replicate, mesh=mesh, mp_policy=policy)
+    for unit in stage.units:
+        wrap(stage.get_submodule(unit))
+    wrap(stage)
+
+
+def _set_last_backward(stage: nn.Module, last: bool) -> None:
+    """Tell data parallelism whether the next backward is the step's last, which averages gradients."""
+    if isinstance(stage, FSDPModule):
+        stage.set_is_last_backward(last)
+        stage.set_reshard_after_backward(last)
+        stage.set_requires_gradient_sync(last)
+
+
+def _release(stage: nn.Module) -> None:
+    """Give back the gathered parameters, which a forward without backward leaves: they miss later updates."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the tensor gathered over the data-parallel ranks, all of which must call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Return the 2-norm of tensors of one device together, in float32 at least."""
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)))
+    return norm
+
+
+def _scale(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device in place."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)

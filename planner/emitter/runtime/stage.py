@@ -1,0 +1,115 @@
+"""Stages: a stage is an nn.Module that keeps the model's own submodules under their own names."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from planner.emitter.runtime.checks import PlanError
+from planner.emitter.runtime.communication import _Alias, _apply
+from planner.emitter.runtime.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that a stage receives from stage `source`, sends to the stages `targets`, or that the model is given.
+
+    `shape` is the one at the plan's microbatch size; `dtype` None is the stage's floating dtype, or for an input of the
+    model anything. An input that is not `batched` has no rows: every microbatch gets all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    requires_grad: bool = False
+    source: int | None = None
+    targets: tuple[int, ...] = ()
+    batched: bool = True
+
+
+class Output(dict[str, Any]):
+    """What a model returns that has fields: read by attribute, key or position, as Hugging Face outputs are."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the output has no {name!r}, only {', '.join(self)}")
+        return self[name]
+
+    def __getitem__(self, key: Any) -> Any:
+        return tuple(self.values())[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+
+def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return an output with `change` applied to its tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return type(value)({key: _map_tensors(change, item) for key, item in value.items()})
+    if isinstance(value, tuple | list):
+        items = [_map_tensors(change, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+class PlanStage(nn.Module):
+    """A part of the model: the submodules `module_names`, and the tensors `parameter_names` that its own forward reads.
+
+    Its forward takes the model's inputs `inputs` and the values it `receives` by name, and returns the tuple of values
+    it `sends`, the last stage the model's output. `units` are repeated layers whose parameters are gathered together.
+    """
+
+    module_names: ClassVar[tuple[str, ...]] = ()
+    parameter_names: ClassVar[tuple[str, ...]] = ()
+    inputs: ClassVar[tuple[str, ...]] = ()
+    receives: ClassVar[tuple[Value, ...]] = ()
+    sends: ClassVar[tuple[Value, ...]] = ()
+    units: ClassVar[tuple[str, ...]] = ()
+    tensor_parallel: ClassVar[dict[str, TensorParallel]] = {}
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.dtype, self.device, self.training = dtype, device, model.training
+        for name in self.module_names:
+            parent, attribute = self._shell(name)
+            parent.add_module(attribute, model.get_submodule(name))
+        for name in self.parameter_names:
+            parent, attribute = self._shell(name)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if (param := owner._parameters.get(attribute)) is not None:
+                parent.register_parameter(attribute, param)
+            else:
+                persistent = attribute not in owner._non_persistent_buffers_set
+                parent.register_buffer(attribute, owner._buffers[attribute], persistent=persistent)
+        # In-place operations are legal on what goes in and out, as in one process: registered before data parallelism
+        # adds its own hooks around, because they return views, on which an in-place operation loses those hooks.
+        self.register_forward_hook(lambda stage, args, output: _map_tensors(_own, output))
+        self.register_forward_pre_hook(lambda stage, args, kw: (args, _map_tensors(_own, kw)), with_kwargs=True)
+
+    def _shell(self, name: str) -> tuple[nn.Module, str]:
+        """Return the empty module that stands for the parent of `name`, and the last part of the name."""
+        *path, attribute = name.split(".")
+        if (first := name.partition(".")[0]) not in self._modules and hasattr(self, first):
+            raise PlanError(f"the model calls a part {first!r}, a name that stages need\nhint: rename it in the model")
+        parent: nn.Module = self
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module().train(self.training))
+            parent = parent.get_submodule(part)
+        return parent, attribute
+
+
+def _own(x: Tensor) -> Tensor:
+    return _apply(_Alias, x) if x.requires_grad else x
+
+
+def layers(stage: nn.Module, prefix: str, start: int, stop: int) -> Iterator[nn.Module]:
+    """Yield the submodules `prefix.start` to `prefix.stop - 1`."""
+    return (stage.get_submodule(f"{prefix}.{index}") for index in range(start, stop))
+
+
+def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, keeping none of its activations: backward computes them again."""
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)

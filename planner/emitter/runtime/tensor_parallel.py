@@ -1,0 +1,139 @@
+"""Tensor parallelism: styles for `parallelize_module` that keep parameters plain tensors, each rank its own slice."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from planner.emitter.runtime.checks import PlanError
+from planner.emitter.runtime.communication import _apply, _Gather, _Reduce, _shard, enter
+
+
+def _kind(module: nn.Module) -> str:
+    """Return which of the three divisible layers a module is; Hugging Face's Conv1D is a linear layer, transposed."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    raise PlanError(f"{type(module).__name__} can't be divided: only nn.Linear, nn.Embedding and Conv1D can")
+
+
+def _divide(module: nn.Module, name: str, dim: int, parts: int, mesh: DeviceMesh) -> None:
+    """Replace a parameter by this rank's slice, and note on the module how it was cut."""
+    param = module.get_parameter(name)
+    if param.shape[dim] % (parts * mesh.size()):
+        raise PlanError(
+            f"dimension {dim} of {tuple(param.shape)} ({type(module).__name__}.{name}, {parts} parts) "
+            f"can't be divided over {mesh.size()} ranks\nhint: solve again with another tp_degree"
+        )
+    local = _shard(param.detach(), dim, parts, mesh.get_local_rank(), mesh.size()).clone()
+    module.register_parameter(name, nn.Parameter(local, requires_grad=param.requires_grad))
+    vars(module).setdefault("_shards", {})[name] = (dim, parts)
+
+
+def _resize(module: nn.Module, size: int, *names: str) -> None:
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, getattr(module, name) // size)
+
+
+@dataclass
+class Column(ParallelStyle):
+    """Divides a layer's outputs: weight along `dim`, and the bias. `gather` puts the outputs together again.
+
+    In an opened block the block's own code calls `enter`; a layer of its own (`enters`) does it here.
+    """
+
+    dim: int = 0
+    parts: int = 1
+    gather: bool = False
+    enters: bool = False
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if _kind(module) != "linear":
+            raise PlanError(f"{type(module).__name__} can't be divided by columns: only nn.Linear and Conv1D can")
+        group, forward = mesh.get_group(), module.forward
+        _divide(module, "weight", self.dim, self.parts, mesh)
+        if module.bias is not None:
+            _divide(module, "bias", 0, self.parts, mesh)
+        _resize(module, mesh.size(), "out_features", "nf")
+
+        def run(x: Tensor) -> Tensor:
+            y = forward(enter(x, group) if self.enters else x)
+            return _apply(_Gather, y, group, self.parts) if self.gather else y
+
+        if self.enters or self.gather:
+            module.forward = run
+        return module
+
+
+@dataclass
+class Row(ParallelStyle):
+    """Divides a layer's inputs: weight along `dim`. The products are summed, then the whole bias is added."""
+
+    dim: int = 1
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if _kind(module) != "linear":
+            raise PlanError(f"{type(module).__name__} can't be divided by rows: only nn.Linear and Conv1D can")
+        group, transposed = mesh.get_group(), hasattr(module, "nf")
+        _divide(module, "weight", self.dim, 1, mesh)
+        _resize(module, mesh.size(), "in_features", "nx")
+
+        def run(x: Tensor) -> Tensor:
+            weight = module.get_parameter("weight")
+            y = _apply(_Reduce, x @ weight if transposed else F.linear(x, weight), group)
+            return y if module.bias is None else y + module.get_parameter("bias")
+
+        module.forward = run
+        return module
+
+
+@dataclass
+class Vocabulary(ParallelStyle):
+    """Divides an embedding's rows: every rank looks up the rows it has, and the results are summed."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Embedding):
+            raise PlanError(f"{type(module).__name__} has no vocabulary to divide: only nn.Embedding has")
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise PlanError("an embedding with max_norm, scale_grad_by_freq or sparse gradients can't be divided")
+        group, forward = mesh.get_group(), module.forward
+        _divide(module, "weight", 0, 1, mesh)
+        _resize(module, mesh.size(), "num_embeddings")
+        start, count = mesh.get_local_rank() * module.num_embeddings, module.num_embeddings
+        if module.padding_idx is not None:
+            padding = module.padding_idx - start
+            module.padding_idx = padding if 0 <= padding < count else None
+
+        def run(ids: Tensor) -> Tensor:
+            elsewhere = (ids < start) | (ids >= start + count)
+            rows = forward((ids - start).masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+            return _apply(_Reduce, rows, group)
+
+        module.forward = run  # type: ignore[method-assign, assignment]
+        return module
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How one module is divided: the styles of its parts ('' is the module itself), and the code that takes the place
+    of its forward where that has numbers to change. The gradients of `partial_gradients` are summed over the group.
+    """
+
+    styles: dict[str, ParallelStyle] = field(default_factory=dict)
+    forward: Callable[..., Any] | None = None
+    partial_gradients: tuple[str, ...] = ()
+
+
+def _open_block(module: nn.Module, plan: TensorParallel, mesh: DeviceMesh) -> None:
+    """Let `plan.forward` take the place of the module's; it finds `tp_group` on the module."""
+    vars(module)["tp_group"] = mesh.get_group()
+    if plan.forward is not None:
+        module.forward = MethodType(plan.forward, module)

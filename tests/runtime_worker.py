@@ -1,0 +1,380 @@
+"""One of the processes that test_runtime*.py keep for many plans: reads a job a line, answers with a line of JSON.
+
+A job names a function below, the number of ranks, and its arguments. The tiny GPT and its plans are written by hand, as
+the emitter would write them.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planner.emitter.source import helper_section
+
+VOCABULARY, WIDTH, HEADS, LENGTH, NUM_BLOCKS = 24, 16, 4, 6, 3
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face has it: a linear layer with the weight transposed."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf))
+        self.bias = nn.Parameter(torch.empty(nf))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.2)
+        nn.init.normal_(self.bias, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = Conv1D(3 * WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
+        self.q_norm = nn.LayerNorm(WIDTH // HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length = x.shape[:2]
+        q, k, v = (part.view(rows, length, HEADS, -1) for part in self.c_attn(x).split(WIDTH, dim=2))
+        q, k, v = self.q_norm(q).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(rows, length, WIDTH))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH)})
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.drop(self.mlp["down"](F.gelu(self.mlp["up"](self.ln_2(x)))))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.position = nn.Parameter(torch.empty(LENGTH, WIDTH))
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, LENGTH), persistent=False)
+        self.h = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.ln_f = nn.LayerNorm(WIDTH)
+        nn.init.normal_(self.position, std=0.5)
+
+
+class GPT(nn.Module):
+    """Has what is hard: tied embeddings, a skip from first to last, an int, a bool and an in-place write at a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = Transformer()
+        self.previous = nn.Embedding(VOCABULARY, WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        t = self.transformer
+        embedded = t.wte(ids) + t.position
+        kept, shifted = ids != 0, ids.roll(1, dims=1)
+        x = t.h[0](embedded * t.scale[:, None])
+        x.mul_(kept[:, :, None])
+        x = x + self.previous(shifted)
+        for block in t.h[1:]:
+            x = block(x)
+        return self.lm_head(t.ln_f(x + 0.1 * embedded))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+BLOCK = """
+def block_forward(self, x):
+    rows, length = x.shape[:2]
+    h = enter(self.ln_1(x), self.tp_group)
+    q, k, v = (part.view(rows, length, HEADS_HERE, 4) for part in self.attn.c_attn(h).split(WIDTH_HERE, dim=2))
+    q, k, v = self.attn.q_norm(q).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + self.attn.c_proj(y.transpose(1, 2).reshape(rows, length, WIDTH_HERE))
+    h = enter(self.ln_2(x), self.tp_group)
+    return x + self.drop(self.mlp.down(F.gelu(self.mlp.up(h))))
+
+
+BLOCK_TP = TensorParallel(
+    forward=block_forward,
+    styles={
+        "attn.c_attn": Column(dim=1, parts=3),
+        "attn.c_proj": Row(dim=0),
+        "mlp.up": Column(dim=0),
+        "mlp.down": Row(dim=1),
+    },
+    partial_gradients=("attn.q_norm.weight", "attn.q_norm.bias"),
+)
+WTE_TP = TensorParallel(styles={"": Vocabulary()})
+HEAD_TP = TensorParallel(styles={"": Column(dim=0, gather=True, enters=True)})
+"""
+EMBED = """
+        t = self.transformer
+        embedded = t.wte(ids) + t.position
+        kept, shifted = ids != 0, ids.roll(1, dims=1)
+        x = CALL(t.h.get_submodule("0"), embedded * t.scale[:, None])
+"""
+MIDDLE = """
+        x.mul_(kept[:, :, None])
+        x = x + self.previous(shifted)
+"""
+MODULES = {
+    "transformer.wte": "WTE_TP",
+    **{f"transformer.h.{index}": "BLOCK_TP" for index in range(NUM_BLOCKS)},
+    "lm_head": "HEAD_TP",
+}
+
+
+def plan_text(
+    *,
+    pp: int = 1,
+    tp: int = 1,
+    dp: int = 1,
+    schedule: str = "1f1b",
+    data_parallel: str = "replicated",
+    precision: str = "fp32",
+    recompute: bool = False,
+    num_microbatches: int = 4,
+    microbatch_size: int = 1,
+    model_hash: str = "",
+) -> str:
+    """Return a plan.py for the tiny GPT: what the emitter writes, by hand."""
+    size = f"({microbatch_size}, {LENGTH}, {WIDTH})"
+    ids = f"({microbatch_size}, {LENGTH})"
+    x = f'Value("x", SIDE, shape={size}, requires_grad=True)'
+    embedded = f'Value("embedded", SIDE, shape={size}, requires_grad=True)'
+    kept = f'Value("kept", SIDE, shape={ids}, dtype=torch.bool)'
+    shifted = f'Value("shifted", SIDE, shape={ids}, dtype=torch.int64)'
+    loop = "        for layer in layers(self, 'transformer.h', {}, {}):\n            x = CALL(layer, x)\n"
+    last = "        return self.lm_head(self.transformer.ln_f(x + 0.1 * embedded))\n"
+    first = ["transformer.wte", "transformer.h.0"]
+    end = ["transformer.ln_f", "lm_head"]
+    # (modules, parameters, inputs, receives by source, sends by target, code)
+    stages: list[tuple[list[str], list[str], list[str], list[tuple[str, int]], list[tuple[str, str]], str]]
+    position = ["transformer.position", "transformer.scale"]
+    if pp == 1:
+        modules = [*first, "previous", "transformer.h.1", "transformer.h.2", *end]
+        stages = [(modules, position, ["ids"], [], [], EMBED + MIDDLE + loop.format(1, 3) + last)]
+    elif pp == 2:
+        crossing = [x, embedded, kept, shifted]
+        sends = [(value, "targets=(1,)") for value in crossing]
+        stages = [
+            (first, position, ["ids"], [], sends, EMBED + "        return x, embedded, kept, shifted\n"),
+            (
+                ["previous", "transformer.h.1", "transformer.h.2", *end],
+                [],
+                [],
+                [(value, 0) for value in crossing],
+                [],
+                MIDDLE + loop.format(1, 3) + last,
+            ),
+        ]
+    else:
+        sends = [(value, "targets=(1,)") for value in (x, kept, shifted)]
+        sends.insert(1, (embedded, "targets=(2,)"))
+        stages = [
+            (first, position, ["ids"], [], sends, EMBED + "        return x, embedded, kept, shifted\n"),
+            (
+                ["previous", "transformer.h.1"],
+                [],
+                [],
+                [(value, 0) for value in (x, kept, shifted)],
+                [(x, "targets=(2,)")],
+                MIDDLE + loop.format(1, 2) + "        return (x,)\n",
+            ),
+            (["transformer.h.2", *end], [], [], [(embedded, 0), (x, 1)], [], loop.format(2, 3) + last),
+        ]
+    text = BLOCK.replace("HEADS_HERE", str(HEADS // tp)).replace("WIDTH_HERE", str(WIDTH // tp)) if tp > 1 else ""
+    for index, (modules, parameters, inputs, receives, sends, code) in enumerate(stages):
+        names = [value.split('"')[1] for value, _ in receives]
+        received = "".join(f"{value.replace('SIDE', f'source={source}')}, " for value, source in receives)
+        sent = "".join(f"{value.replace('SIDE', side)}, " for value, side in sends)
+        divided = "".join(f'"{name}": {MODULES[name]}, ' for name in modules if name in MODULES) if tp > 1 else ""
+        code = code.replace("CALL(layer, x)", "recompute(layer, x)" if recompute else "layer(x)")
+        code = (
+            code.replace("CALL(t.h", "recompute(t.h")
+            if recompute
+            else code.replace('CALL(t.h.get_submodule("0"), ', 't.h.get_submodule("0")(')
+        )
+        text += f"""
+
+class Stage{index}(PlanStage):
+    module_names = {tuple(modules)}
+    parameter_names = {tuple(parameters)}
+    inputs = {tuple(inputs)}
+    receives = ({received})
+    sends = ({sent})
+    units = {tuple(name for name in modules if ".h." in name)}
+    tensor_parallel = {{{divided}}}
+
+    def forward(self, {", ".join([*inputs, *names])}):
+{code}
+"""
+    gpus = tp * dp
+    plan = {
+        "num_microbatches": num_microbatches,
+        "schedule": schedule,
+        "data_parallel": data_parallel,
+        "precision": precision,
+        "stages": [
+            {
+                "tp_degree": tp,
+                "dp_degree": dp,
+                "microbatch_size": microbatch_size,
+                "gpus": list(range(index * gpus, (index + 1) * gpus)),
+            }
+            for index in range(len(stages))
+        ],
+        "origin": {"model_hash": model_hash},
+    }
+    imports, helpers = helper_section()
+    names = ", ".join(f"Stage{index}" for index in range(len(stages)))
+    return "\n".join(
+        [
+            '"""A plan by hand."""',
+            *imports,
+            f"PLAN = {plan!r}",
+            helpers,
+            text,
+            f"STAGES = ({names},)",
+            'TIED = (("lm_head.weight", "transformer.wte.weight"),)',
+            f'INPUTS = (Value("ids", shape=({microbatch_size}, {LENGTH}), dtype=torch.int64),)',
+        ]
+    )
+
+
+def import_text(text: str, folder: Path, name: str) -> ModuleType:
+    path = folder / f"{name}_{os.getpid()}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path.unlink()
+    return module
+
+
+def load_plan(folder: Path, **options: Any) -> ModuleType:
+    """Return the plan as a module, with the right hash of the tiny GPT unless another is asked for."""
+    plan = import_text(plan_text(**options), folder, "plan")
+    plan.PLAN["origin"]["model_hash"] = options.get("model_hash") or plan.model_hash(GPT())
+    return plan
+
+
+def build_double() -> nn.Module:
+    return GPT().double()
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
+    return ids, torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    difference, norm = (found - expected).norm().item(), expected.norm().item()
+    return difference / norm if norm else difference
+
+
+def train(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return how far two optimizer steps of a plan are from one process's: losses, gradients, norms, parameters."""
+    plan = load_plan(folder, **options)
+    torch.manual_seed(7)
+    runtime = plan.setup(build_double, loss_fn)
+    optimizer = torch.optim.AdamW(runtime.parameters(), lr=1e-2, foreach=True)
+    num_rows = options.get("microbatch_size", 1)
+    steps = plan.PLAN["num_microbatches"] * options.get("dp", 1)
+    torch.manual_seed(7)
+    reference = build_double()
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-2, foreach=True)
+    result: dict[str, Any] = {"loss": 0.0, "gradient": 0.0, "norm": 0.0, "parameter": 0.0, "worst": ""}
+    for step in range(2):
+        ids, target = batch(num_rows * steps, step)
+        loss = runtime.step({"ids": ids, "use_cache": False}, target)
+        expected = 0.0
+        for start in range(0, num_rows * steps, num_rows):
+            rows = slice(start, start + num_rows)
+            one = loss_fn(reference(ids[rows]), target[rows]) / steps
+            one.backward()
+            expected += one.item()
+        result["loss"] = max(result["loss"], abs(loss.item() - expected))
+        gradients = runtime.full_gradients()
+        if dist.get_rank() == 0:
+            wanted = dict(reference.named_parameters())
+            names = {"lm_head.weight" if name == "transformer.wte.weight" else name for name in wanted}
+            assert set(gradients) == names, set(gradients) ^ names
+            for name, param in wanted.items():
+                found = gradients["lm_head.weight" if name == "transformer.wte.weight" else name]
+                if (difference := relative(found, param.grad)) >= result["gradient"]:
+                    result["gradient"], result["worst"] = difference, name
+        norm = runtime.clip_grad_norm_(0.05)
+        wanted_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        result["norm"] = max(result["norm"], abs(norm.item() / wanted_norm.item() - 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        other.step()
+        other.zero_grad()
+        assert all(param.grad is None for param in runtime.parameters())
+    ids, target = batch(num_rows * steps, 5)
+    evaluated = runtime.evaluate((ids,), target).item()
+    with torch.no_grad():
+        chunks = range(0, len(ids), num_rows)
+        losses = [loss_fn(reference(ids[i : i + num_rows]), target[i : i + num_rows]).item() for i in chunks]
+    result["loss"] = max(result["loss"], abs(evaluated - sum(losses) / len(losses)))
+    parameters = runtime.full_parameters()
+    if dist.get_rank() == 0:
+        for name, param in reference.named_parameters():
+            found = parameters["lm_head.weight" if name == "transformer.wte.weight" else name]
+            result["parameter"] = max(result["parameter"], relative(found, param.detach()))
+    return result
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for number, line in enumerate(sys.stdin):
+        job = json.loads(line)
+        if rank >= job["ranks"]:
+            continue
+        try:
+            store = dist.FileStore(str(folder / f"store{number}"), job["ranks"])
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=job["ranks"], timeout=timedelta(seconds=60)
+            )
+            function: Callable[..., Any] = globals()[job["function"]]
+            answer = {"result": function(folder, **job["arguments"])}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
