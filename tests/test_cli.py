@@ -391,3 +391,67 @@ def test_processes_share_this_machine() -> None:
 )
 def test_how_to_start_training(num_gpus: int, line: str) -> None:
     assert torchrun_line(small_plan(num_gpus), default_cluster(num_gpus, "h100-sxm")) == line
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+"""
+FUNCTIONS = """
+def build_model():
+    return Net()
+
+def example_inputs(batch_size):
+    return (torch.randn(batch_size, 3, 8),)
+
+def loss_fn(output):
+    return output.pow(2).mean()
+"""
+
+
+@pytest.fixture
+def model(folder: Path) -> Path:
+    """A model file in the working directory."""
+    path = folder / "model.py"
+    path.write_text(MODEL + FUNCTIONS)
+    return path
+
+
+def test_bad_models(run: Run, model: Path) -> None:
+    def profile(text: str, *arguments: str) -> Done:
+        model.write_text(text)
+        return run("profile", "model.py", "--device", "cpu", *arguments)
+
+    run("profile", "none.py").assert_one_error(2, "none.py", "does not exist")
+    profile(MODEL).assert_one_error(2, "build_model", "def build_model()", "Net", "Block")
+    profile(MODEL + FUNCTIONS.replace("example_inputs", "inputs")).assert_one_error(2, "def example_inputs(batch_size")
+    profile(MODEL + FUNCTIONS.replace("build_model", "make")).assert_one_error(2, "build_model")
+    profile("import nowhere\n" + MODEL + FUNCTIONS).assert_one_error(1, "model.py", "line 1", "nowhere")
+    profile("def build_model(:\n").assert_one_error(1, "model.py", "line 1")
+    raising = MODEL.replace("return self.head(x)", "raise RuntimeError('not today')")
+    profile(raising + FUNCTIONS).assert_one_error(1, "not today", "model.py:22")
+    profile(MODEL + FUNCTIONS.replace("3, 8)", "3, 9)")).assert_one_error(1, "in forward", "model.py:11")
+    profile(MODEL + FUNCTIONS, "--inputs", "inputs").assert_one_error(2, "inputs")
+    run("profile", "model.py", "--gpu", "h100").assert_one_error(2, "'h100'", "h100-sxm")
+    assert {path.name for path in model.parent.iterdir()} <= {"model.py", "__pycache__"}

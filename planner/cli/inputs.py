@@ -62,6 +62,11 @@ def choose_cluster(name: str | None, num_gpus: int, profile: ModelProfile) -> Cl
             )
         return cluster
     gpu = name or profile.provenance.gpu
+    if gpu is not None and gpu.endswith(".toml"):
+        raise UsageError(
+            f"the links between GPUs of {gpu} are not known",
+            hint=f"give --cluster FILE.toml, its groups with gpu = {gpu!r}",
+        )
     if gpu is not None:
         return default_cluster(num_gpus, gpu)
     if profile.provenance.device == CPU_NAME:

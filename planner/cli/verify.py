@@ -40,6 +40,8 @@ def verify(
         from planner.report.verify import verify_table
 
         write_table(verify_table(report))
+    for text in report.notes:
+        say(f"note: {text}")
     for text in report.not_proved:
         say(f"not proved: {text}")
     if not report.ok:
