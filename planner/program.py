@@ -193,7 +193,9 @@ def identifier(name: str) -> str:
 
 def qualified_name(name: str) -> str:
     """Return `name` if it is a dotted module path such as 'layers.3.mlp'; ValueError otherwise."""
-    if not isinstance(name, str) or (name and not all(part.isidentifier() or part.isdigit() for part in name.split("."))):
+    if not isinstance(name, str) or (
+        name and not all(part.isidentifier() or part.isdigit() for part in name.split("."))
+    ):
         raise ValueError(f"{name!r} is not the name of a module or parameter")
     return name
 
@@ -212,7 +214,16 @@ NodeKind = Literal["module", "function", "method", "attribute", "getitem", "seti
 
 # Functions and methods a program may name: anything public of these torch namespaces. Profiles are data that strangers
 # may hand in, and plan.py made from them is run, so a name outside is refused on reading.
-FUNCTION_NAMESPACES = ("torch.nn.functional", "torch.special", "torch.fft", "torch.linalg", "torch._C._nn", "torch", "operator", "math")
+FUNCTION_NAMESPACES = (
+    "torch.nn.functional",
+    "torch.special",
+    "torch.fft",
+    "torch.linalg",
+    "torch._C._nn",
+    "torch",
+    "operator",
+    "math",
+)
 _FORBIDDEN = {"load", "save", "compile", "set_default_device", "import_ir_module", "hub", "classes", "ops"}
 
 

@@ -88,7 +88,9 @@ def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, n
         device="device",
         dtype="dtype",
     )
-    needed = {inner for node in nodes for inner in node.reads()} | {leaf.name for leaf in leaves(body.output) if isinstance(leaf, Ref)}
+    needed = {inner for node in nodes for inner in node.reads()} | {
+        leaf.name for leaf in leaves(body.output) if isinstance(leaf, Ref)
+    }
     lines: list[str] = []
     for inner in body.inputs:
         lines.extend(_enter_line(inner, sharding))
@@ -190,14 +192,20 @@ def _is_unit(call: LayerCall, tied: frozenset[str]) -> bool:
 
 
 def _stage_renderer() -> Renderer:
-    return Renderer(module=lambda name: attribute_path(name, "self"), parameter=lambda name: attribute_path(name, "self"))
+    return Renderer(
+        module=lambda name: attribute_path(name, "self"), parameter=lambda name: attribute_path(name, "self")
+    )
 
 
 def _stage_statements(stage: StageCode, program: Program, recomputed: set[str]) -> tuple[list[str], dict[str, str]]:
     """Return the statements of a stage's forward, and the names that loops gave to their results."""
     lines: list[str] = []
     renamed: dict[str, str] = {}
-    taken = {name for node in stage.nodes for name in (*node.reads(), *node.writes())} | set(stage.inputs) | {"batch", "layer"}
+    taken = (
+        {name for node in stage.nodes for name in (*node.reads(), *node.writes())}
+        | set(stage.inputs)
+        | {"batch", "layer"}
+    )
     uses = _uses(stage, program)
     renderer = _stage_renderer()
     position = 0
@@ -215,7 +223,11 @@ def _stage_statements(stage: StageCode, program: Program, recomputed: set[str]) 
         lines.append(f'for layer in layers(self, "{run.prefix}", {run.start}, {run.stop}):')
         rest = [renderer.argument(_rename(item, renamed)) for item in first.args[1:]]
         rest += [f"{key}={renderer.argument(_rename(item, renamed))}" for key, item in first.kwargs.items()]
-        call = f"recompute({', '.join(['layer', name, *rest])})" if first.target in recomputed else f"layer({', '.join([name, *rest])})"
+        call = (
+            f"recompute({', '.join(['layer', name, *rest])})"
+            if first.target in recomputed
+            else f"layer({', '.join([name, *rest])})"
+        )
         lines.append(f"{INDENT}{name} = {call}")
         renamed[next(iter(last.writes()))] = name
         position += len(run.nodes)
@@ -230,13 +242,19 @@ def _with_recompute(node: Node, body: list[str], recomputed: set[str]) -> list[s
 
 
 def _rename(value: Any, renamed: dict[str, str]) -> Any:
-    return map_argument(value, lambda leaf: Ref(renamed[leaf.name]) if isinstance(leaf, Ref) and leaf.name in renamed else leaf)
+    return map_argument(
+        value, lambda leaf: Ref(renamed[leaf.name]) if isinstance(leaf, Ref) and leaf.name in renamed else leaf
+    )
 
 
 def _renamed_node(node: Node, renamed: dict[str, str]) -> Node:
     if not any(name in renamed for name in (*node.reads(), *node.writes())):
         return node
-    update = {"args": _rename(node.args, renamed), "kwargs": _rename(node.kwargs, renamed), "result": _rename(node.result, renamed)}
+    update = {
+        "args": _rename(node.args, renamed),
+        "kwargs": _rename(node.kwargs, renamed),
+        "result": _rename(node.result, renamed),
+    }
     return node.model_copy(update=update)
 
 
@@ -272,12 +290,18 @@ def _run_at(stage: StageCode, position: int, uses: dict[str, int], recomputed: s
             break
         nodes.append(node)
     last = nodes[-1]
-    return _Run(prefix, number, number + len(nodes), tuple(nodes)) if len(nodes) > 1 and isinstance(last.result, Ref) else None
+    return (
+        _Run(prefix, number, number + len(nodes), tuple(nodes))
+        if len(nodes) > 1 and isinstance(last.result, Ref)
+        else None
+    )
 
 
 def _numbered_target(node: Node) -> tuple[str, int | None]:
     prefix, _, last = node.target.rpartition(".")
-    return (prefix, int(last)) if node.kind == "module" and prefix and last.isdigit() and not node.no_grad else ("", None)
+    return (
+        (prefix, int(last)) if node.kind == "module" and prefix and last.isdigit() and not node.no_grad else ("", None)
+    )
 
 
 def _loop_name(run: _Run, taken: set[str]) -> str:
@@ -328,7 +352,10 @@ def _runs_of_names(names: Iterable[str]) -> Iterator[tuple[str, int, int] | str]
 
 
 def _numbered(names: tuple[str, ...]) -> str:
-    parts = [f'"{item}"' if isinstance(item, str) else f'*(f"{item[0]}.{{index}}" for index in range({item[1]}, {item[2]}))' for item in _runs_of_names(names)]
+    parts = [
+        f'"{item}"' if isinstance(item, str) else f'*(f"{item[0]}.{{index}}" for index in range({item[1]}, {item[2]}))'
+        for item in _runs_of_names(names)
+    ]
     return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
 
 

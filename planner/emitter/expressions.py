@@ -19,7 +19,18 @@ from planner.program import (
 )
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "div": "/", "floordiv": "//", "mod": "%", "pow": "**"}
-_INFIX |= {"matmul": "@", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "&", "or_": "|", "xor": "^"}
+_INFIX |= {
+    "matmul": "@",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "and_": "&",
+    "or_": "|",
+    "xor": "^",
+}
 _METHODS_AS_OPERATORS = {"add", "sub", "mul", "div", "matmul", "pow", "eq", "ne", "lt", "le", "gt", "ge"}
 
 
@@ -66,7 +77,9 @@ class Renderer:
             case Fields(items):
                 return f"Output({', '.join(f'{name}={self.argument(item)}' for name, item in items)})"
             case slice():
-                start, stop, step = (self.argument(item) if item is not None else None for item in (value.start, value.stop, value.step))
+                start, stop, step = (
+                    self.argument(item) if item is not None else None for item in (value.start, value.stop, value.step)
+                )
                 return f"slice({start}, {stop}, {step})" if step is not None else f"slice({start}, {stop})"
             case tuple():
                 return f"({', '.join(map(self.argument, value))}{',' if len(value) == 1 else ''})"
@@ -84,7 +97,9 @@ class Renderer:
     def index(self, value: Any) -> str:
         """Return what stands between the brackets of `x[...]`."""
         if isinstance(value, slice):
-            start, stop, step = ("" if item is None else self.argument(item) for item in (value.start, value.stop, value.step))
+            start, stop, step = (
+                "" if item is None else self.argument(item) for item in (value.start, value.stop, value.step)
+            )
             return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
         if isinstance(value, tuple) and value:
             return f"{', '.join(map(self.index, value))}{',' if len(value) == 1 else ''}"
@@ -146,7 +161,9 @@ class Renderer:
 
 
 def _is_flat(result: Any) -> bool:
-    return isinstance(result, tuple | list) and all(not isinstance(item, tuple | list | dict | Fields) for item in result)
+    return isinstance(result, tuple | list) and all(
+        not isinstance(item, tuple | list | dict | Fields) for item in result
+    )
 
 
 def value_paths(result: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -16,9 +16,14 @@ def write_plan(source: str, path: Path, *, force: bool = False) -> None:
         text = read_text(path, what="plan")
         _, found, recorded = text.rpartition(f"\n{HASH_LINE}")
         if not found:
-            raise UsageError(f"{path} exists and is no file that planner wrote", hint="give another name with -o, or --force to replace it")
+            raise UsageError(
+                f"{path} exists and is no file that planner wrote",
+                hint="give another name with -o, or --force to replace it",
+            )
         if recorded.strip() != content_hash(text):
-            raise UsageError(f"{path} was edited by hand", hint="give another name with -o, or --force to lose the edits")
+            raise UsageError(
+                f"{path} was edited by hand", hint="give another name with -o, or --force to lose the edits"
+            )
     write_text(path, source)
 
 
@@ -28,14 +33,23 @@ def read_plan(path: Path) -> Plan:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise FileFormatError(f"{path}: not Python at line {error.lineno}: {error.msg}", hint="solve again to write it anew") from None
+        raise FileFormatError(
+            f"{path}: not Python at line {error.lineno}: {error.msg}", hint="solve again to write it anew"
+        ) from None
     for statement in tree.body:
         targets: list[Any] = statement.targets if isinstance(statement, ast.Assign) else []
-        if targets and isinstance(targets[0], ast.Name) and targets[0].id == "PLAN" and isinstance(statement, ast.Assign):
+        if (
+            targets
+            and isinstance(targets[0], ast.Name)
+            and targets[0].id == "PLAN"
+            and isinstance(statement, ast.Assign)
+        ):
             try:
                 data = ast.literal_eval(statement.value)
             except ValueError:
-                raise FileFormatError(f"{path}: PLAN is not a literal", hint="PLAN may hold only numbers, text, lists and dicts") from None
+                raise FileFormatError(
+                    f"{path}: PLAN is not a literal", hint="PLAN may hold only numbers, text, lists and dicts"
+                ) from None
             version = data.get("plan_version") if isinstance(data, dict) else None
             if isinstance(version, int) and version > PLAN_VERSION:
                 raise FileFormatError(
@@ -43,4 +57,6 @@ def read_plan(path: Path) -> Plan:
                     hint="upgrade planner, or solve again with this version",
                 )
             return validate(Plan, data, source=f"{path}: PLAN")
-    raise FileFormatError(f"{path}: has no PLAN", hint="this is no plan that planner wrote; write one with `planner solve`")
+    raise FileFormatError(
+        f"{path}: has no PLAN", hint="this is no plan that planner wrote; write one with `planner solve`"
+    )

@@ -24,7 +24,14 @@ def emit(plan: Plan, profile: ModelProfile) -> str:
     tied = frozenset(name for group in profile.tied for name in group)
     imports, helpers = helper_section()
     lines = [f'"""{_docstring(plan, profile)}"""', "", *imports, "", "PLAN = " + _literal(plan), "", ""]
-    lines += ["# " + "-" * 100, "# Helpers: the same in every plan. The stages follow below.", "# " + "-" * 100, "", helpers, ""]
+    lines += [
+        "# " + "-" * 100,
+        "# Helpers: the same in every plan. The stages follow below.",
+        "# " + "-" * 100,
+        "",
+        helpers,
+        "",
+    ]
     lines += ["", "# " + "-" * 100, "# This plan.", "# " + "-" * 100, "", ""]
     lines += wrap_lines(_generated(plan, profile, stages, tied))
     text = "\n".join(lines).rstrip() + "\n"
@@ -71,7 +78,9 @@ def _docstring(plan: Plan, profile: ModelProfile) -> str:
         rows.append(
             (
                 str(index),
-                stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]} ({len(stage.layers)})",
+                stage.layers[0]
+                if len(stage.layers) == 1
+                else f"{stage.layers[0]} ... {stage.layers[-1]} ({len(stage.layers)})",
                 str(stage.tp_degree),
                 str(stage.dp_degree),
                 str(len(stage.recompute)),
@@ -80,7 +89,9 @@ def _docstring(plan: Plan, profile: ModelProfile) -> str:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = ["    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = [
+        "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     summary = (
         f"{profile.name} on {plan.num_gpus} GPU(s): {plan.pp_degree} stage(s), {plan.num_microbatches} microbatches of "
         f"{plan.microbatch_size}, schedule {plan.schedule}, data parallel {plan.data_parallel}."
@@ -124,12 +135,20 @@ def helper_section() -> tuple[list[str], str]:
         for statement in tree.body:
             span = range(statement.lineno - 1, statement.end_lineno or statement.lineno)
             if isinstance(statement, ast.Import):
-                plain.update(f"import {alias.name}{f' as {alias.asname}' if alias.asname else ''}" for alias in statement.names)
+                plain.update(
+                    f"import {alias.name}{f' as {alias.asname}' if alias.asname else ''}" for alias in statement.names
+                )
             elif isinstance(statement, ast.ImportFrom):
                 if statement.module is not None and not statement.module.startswith(HELPERS):
-                    names = {f"{alias.name}{f' as {alias.asname}' if alias.asname else ''}" for alias in statement.names}
+                    names = {
+                        f"{alias.name}{f' as {alias.asname}' if alias.asname else ''}" for alias in statement.names
+                    }
                     named.setdefault(statement.module, set()).update(names)
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and statement is tree.body[0]:
+            elif (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and statement is tree.body[0]
+            ):
                 title = str(statement.value.value).strip()
             else:
                 continue
@@ -137,7 +156,9 @@ def helper_section() -> tuple[list[str], str]:
         body = "\n".join(line for number, line in enumerate(lines) if number not in drop).strip()
         comment = "\n".join(f"# {line}".rstrip() for line in title.splitlines())
         bodies.append(f"{comment}\n\n\n{body}" if comment else body)
-    imports = sorted(plain) + [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(named.items())]
+    imports = sorted(plain) + [
+        f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(named.items())
+    ]
     if not any(line.startswith("import torch.nn.functional as F") for line in imports):
         imports.append("import torch.nn.functional as F")
     if "import operator" not in imports:
@@ -153,6 +174,10 @@ def _parenthesised(imports: list[str]) -> Iterator[str]:
 
 def _constant(text: str, name: str) -> str:
     for statement in ast.parse(text).body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name) and statement.targets[0].id == name:
+        if (
+            isinstance(statement, ast.Assign)
+            and isinstance(statement.targets[0], ast.Name)
+            and statement.targets[0].id == name
+        ):
             return ast.unparse(statement.value)
     raise LookupError(name)

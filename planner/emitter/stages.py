@@ -114,7 +114,10 @@ def _stage_code(
     known = {transfer.name for transfer in receives} | set(profile.program.inputs)
     missing = next((name for node in nodes for name in node.reads() if name not in made | known), None)
     if missing is not None:
-        raise EmitError(f"stage {index} reads {missing!r}, which no stage before it sends", hint="report this as a bug, with the profile")
+        raise EmitError(
+            f"stage {index} reads {missing!r}, which no stage before it sends",
+            hint="report this as a bug, with the profile",
+        )
     calls = tuple(_layer_call(plan, profile, index, position) for position in mine)
     reads = {name for node in nodes for name in node.reads()}
     if is_last:

@@ -25,7 +25,9 @@ def find_blocks(model: nn.Module) -> frozenset[str]:
 
 
 def _collect_blocks(module: nn.Module, name: str, found: set[str]) -> None:
-    children = [(f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()]
+    children = [
+        (f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()
+    ]
     is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     equal: dict[tuple[object, ...], int] = {}
     for _, child in children:
@@ -57,7 +59,10 @@ def select_calls(model: nn.Module, calls: Iterable[Call], chosen: tuple[str, ...
     if chosen:
         for name in chosen:
             if name not in modules:
-                raise UsageError(f"--blocks names {name!r}, which is no module of the model", hint="names are those of named_modules()")
+                raise UsageError(
+                    f"--blocks names {name!r}, which is no module of the model",
+                    hint="names are those of named_modules()",
+                )
         blocks = frozenset(f"{name}.{child}" for name in chosen for child, _ in modules[name].named_children())
     else:
         blocks = find_blocks(model)
@@ -74,7 +79,9 @@ def _select(calls: list[Call], modules: dict[str, nn.Module], blocks: frozenset[
 
 def _opens(call: Call, module: nn.Module, blocks: frozenset[str]) -> bool:
     """Return whether a composite module's call is replaced by its body."""
-    if hidden_inputs(call) or any(isinstance(leaf, Unsupported) for leaf in leaves((call.args, call.kwargs, call.result))):
+    if hidden_inputs(call) or any(
+        isinstance(leaf, Unsupported) for leaf in leaves((call.args, call.kwargs, call.result))
+    ):
         return True  # it can't be called from other code: it takes or returns what no program holds
     if module._forward_hooks or module._forward_pre_hooks or call.target in blocks:
         return False
@@ -92,7 +99,11 @@ def hidden_inputs(call: Call) -> set[str]:
             if not inner.leaf and inner.kind == "module":
                 visit(inner.body)
             else:
-                hidden.update(leaf.name for leaf in leaves((inner.args, inner.kwargs)) if isinstance(leaf, Ref) and leaf.name not in known)
+                hidden.update(
+                    leaf.name
+                    for leaf in leaves((inner.args, inner.kwargs))
+                    if isinstance(leaf, Ref) and leaf.name not in known
+                )
             known.update(leaf.name for leaf in leaves(inner.result) if isinstance(leaf, Ref))
 
     visit(call.body)

@@ -77,7 +77,9 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return value
 
 
-def _record_once(file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype | None, *, training: bool, all_floats: bool) -> Recording:
+def _record_once(
+    file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype | None, *, training: bool, all_floats: bool
+) -> Recording:
     """Return one recording of the model on fake tensors; `all_floats` gives buffers the dtype too."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = {id(m): (dict(m._parameters), dict(m._buffers)) for m in meta.modules()}
@@ -87,6 +89,7 @@ def _record_once(file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype
         meta.train(training)
         for module in meta.modules():
             module.training = training and flags[id(module)]
+
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             """Return a fake tensor of its own for every input: two that are one tensor in the example may differ later."""
             with mode:
@@ -104,7 +107,9 @@ def _record_once(file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype
         elif file.loss_fn is not None:
             loss = file.loss_fn
         with mode:
-            return record(meta, args, kwargs, input_tensors(meta, args, kwargs), dict(_tensors({"target": target})), loss)
+            return record(
+                meta, args, kwargs, input_tensors(meta, args, kwargs), dict(_tensors({"target": target})), loss
+            )
     except PlannerError:
         raise
     except Exception as error:
@@ -174,7 +179,9 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         notes.append(f"{error.location}: {error.what} differs in evaluation mode; the training code is recorded")
 
     tensors = {
-        number: _tensor(tensor, more_rows.tensors[rows_numbers[number]], double.tensors.get(double_numbers.get(number, -1)))
+        number: _tensor(
+            tensor, more_rows.tensors[rows_numbers[number]], double.tensors.get(double_numbers.get(number, -1))
+        )
         for number, tensor in base.tensors.items()
         if number in rows_numbers
     }
@@ -228,7 +235,9 @@ def _dtype_leaf(base: Any, other: Any) -> Any:
     if isinstance(base, Dtype) and isinstance(other, Dtype):
         return Dtype(MODEL_DTYPE)
     if isinstance(base, float) and isinstance(other, float):
-        if math.isclose(base, other, rel_tol=1e-6) or abs(base) > 1e4:  # rounding, or a dtype's limit used as a mask value
+        if (
+            math.isclose(base, other, rel_tol=1e-6) or abs(base) > 1e4
+        ):  # rounding, or a dtype's limit used as a mask value
             return base
     if isinstance(base, BatchInt) and type(other) is int and base.at(_ROWS[0]) == other:
         return base
@@ -290,7 +299,9 @@ class _Merger:
         for index in range(max(len(base), len(other))):
             if index >= len(base) or index >= len(other):
                 extra = (base if index < len(base) else other)[index]
-                raise _StructureDiffersError(f"whether `{extra.target or extra.kind}` is called", extra.location or extra.scope)
+                raise _StructureDiffersError(
+                    f"whether `{extra.target or extra.kind}` is called", extra.location or extra.scope
+                )
             merged.append(self._call(base[index], other[index]))
         return merged
 

@@ -17,7 +17,17 @@ from planner.tp_rules import ModuleInfo, find_shardings, standalone_sharding
 # torch's own modules that map every element by itself, by their documentation.
 _ELEMENTWISE = (
     *(nn.Dropout, nn.AlphaDropout, nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.ReLU6, nn.ELU, nn.SELU, nn.CELU, nn.Mish),
-    *(nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign),
+    *(
+        nn.LeakyReLU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.LogSigmoid,
+        nn.Hardswish,
+        nn.Hardsigmoid,
+        nn.Hardtanh,
+        nn.Softplus,
+        nn.Softsign,
+    ),
 )
 
 
@@ -34,14 +44,20 @@ class OpenedClass:
 def open_class(capture: Capture, call: Call) -> OpenedClass:
     """Return the opened body of the layer class that a module call stands for."""
     module = capture.model.get_submodule(call.target)
-    shapes = {name: tuple(p.shape) for name, p in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]}
+    shapes = {
+        name: tuple(p.shape)
+        for name, p in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    }
     if call.leaf:
         return OpenedClass(None, (), {"": _module_info(capture, call, module)}, shapes)
     calls = open_calls([call])
     signature = _signature(call, module)
     inputs = _input_names(signature)
     body = build_program(calls, inputs, call.result, capture.tensors, relative_to=call.target)
-    named = tuple((name, map_argument(value, lambda leaf: Ref(inputs[leaf.name]) if isinstance(leaf, Ref) else leaf)) for name, value in signature)
+    named = tuple(
+        (name, map_argument(value, lambda leaf: Ref(inputs[leaf.name]) if isinstance(leaf, Ref) else leaf))
+        for name, value in signature
+    )
     modules: dict[str, ModuleInfo] = {}
     for inner in calls:
         if inner.kind == "module":
@@ -56,7 +72,9 @@ def _signature(call: Call, module: nn.Module) -> tuple[tuple[str, Any], ...]:
     for name, parameter in inspect.signature(module.forward).parameters.items():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             names.append(name)
-    positional = [(names[i] if i < len(names) else f"args_{i - len(names)}", value) for i, value in enumerate(call.args)]
+    positional = [
+        (names[i] if i < len(names) else f"args_{i - len(names)}", value) for i, value in enumerate(call.args)
+    ]
     return (*positional, *call.kwargs.items())
 
 
@@ -75,14 +93,26 @@ def _module_info(capture: Capture, call: Call, module: nn.Module) -> ModuleInfo:
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return ModuleInfo(kind="linear", parameters=parameters, num_bytes=num_bytes)
-    if isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse and type(module).forward is nn.Embedding.forward:
+    if (
+        isinstance(module, nn.Embedding)
+        and module.max_norm is None
+        and not module.sparse
+        and type(module).forward is nn.Embedding.forward
+    ):
         return ModuleInfo(kind="embedding", parameters=parameters, num_bytes=num_bytes)
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's: y = x @ weight + bias, weight [in, out]
+    if type(module).__name__ == "Conv1D" and hasattr(
+        module, "nf"
+    ):  # Hugging Face's: y = x @ weight + bias, weight [in, out]
         return ModuleInfo(kind="linear", parameters=parameters, num_bytes=num_bytes, weight_out_dim=1)
     if isinstance(module, _ELEMENTWISE):
         return ModuleInfo(kind="elementwise", parameters=parameters, num_bytes=num_bytes)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return ModuleInfo(kind="normalization", parameters=parameters, num_bytes=num_bytes, normalized_dims=len(module.normalized_shape))
+        return ModuleInfo(
+            kind="normalization",
+            parameters=parameters,
+            num_bytes=num_bytes,
+            normalized_dims=len(module.normalized_shape),
+        )
     if call.leaf and call.body and not type(module).__module__.startswith("torch."):
         refs = list(dict.fromkeys(leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)))
         inputs = {number: f"input_{position}" for position, number in enumerate(refs)}
@@ -97,7 +127,9 @@ def shardings_of(capture: Capture, call: Call, opened: OpenedClass, degree: int)
     """Return the ways to divide a layer class over `degree` ranks, best first; empty where nothing divides."""
     if opened.body is not None:
         return find_shardings(opened.body, opened.modules, opened.parameter_shapes, degree)
-    inputs = tuple(capture.tensors[int(leaf.name)] for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref))
+    inputs = tuple(
+        capture.tensors[int(leaf.name)] for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)
+    )
     if not isinstance(call.result, Ref):
         return ()
     return standalone_sharding(opened.modules[""], inputs, capture.tensors[int(call.result.name)], degree)

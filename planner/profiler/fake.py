@@ -23,7 +23,7 @@ def _parameters_on_meta() -> Iterator[None]:
                 moved[id(param)] = (param, meta)
             module._parameters[name] = moved[id(param)][1]
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -13,7 +13,25 @@ from planner.model_profile import Edge, Layer
 from planner.profiler.recorder import Call, Unsupported
 from planner.program import BatchInt, Dtype, Node, ParamRef, Program, Ref, Tensor, dtype_bytes, leaves, map_argument
 
-_RANDOM = {"dropout", "dropout_", "bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "multinomial", "normal_", "uniform_", "randint", "randperm", "alpha_dropout", "feature_dropout", "gumbel_softmax", "rrelu"}
+_RANDOM = {
+    "dropout",
+    "dropout_",
+    "bernoulli",
+    "bernoulli_",
+    "rand",
+    "randn",
+    "rand_like",
+    "randn_like",
+    "multinomial",
+    "normal_",
+    "uniform_",
+    "randint",
+    "randperm",
+    "alpha_dropout",
+    "feature_dropout",
+    "gumbel_softmax",
+    "rrelu",
+}
 _RESERVED = {"self", "torch", "nn", "F", "operator", "math", "layer", "dist", "enter", "recompute", "plan"}
 
 
@@ -64,7 +82,10 @@ def build_program(
                     f"{where} takes or returns a {leaf.description}, which no program can hold",
                     hint="pass tensors, numbers, text, tuples or dicts between modules",
                 )
-        args, kwargs = map_argument(call.args, rename), {key: map_argument(item, rename) for key, item in call.kwargs.items()}
+        args, kwargs = (
+            map_argument(call.args, rename),
+            {key: map_argument(item, rename) for key, item in call.kwargs.items()},
+        )
         base = _base_name(call)
         fresh = [leaf.name for leaf in leaves(call.result) if isinstance(leaf, Ref) and leaf.name not in named]
         for position, number in enumerate(fresh):
@@ -85,9 +106,13 @@ def build_program(
                 )
             )
         except ValueError as error:
-            raise CaptureError(f"{where} can't be part of a program: {error}", hint="put that code into a module of its own") from None
+            raise CaptureError(
+                f"{where} can't be part of a program: {error}", hint="put that code into a module of its own"
+            ) from None
     described = {name: tensors[int(number)] for number, name in named.items()}
-    return Program(inputs=tuple(inputs.values()), nodes=tuple(nodes), output=map_argument(output, rename), tensors=described)
+    return Program(
+        inputs=tuple(inputs.values()), nodes=tuple(nodes), output=map_argument(output, rename), tensors=described
+    )
 
 
 def _relative(name: str, module: str) -> str:
@@ -123,7 +148,9 @@ def input_only_values(program: Program, model: nn.Module) -> frozenset[str]:
     while changed:  # what is computed from a disqualified value is disqualified too
         changed = False
         for node in program.nodes:
-            if any(name in derived and name not in program.inputs for name in node.writes()) and not all(n in derived for n in node.reads()):
+            if any(name in derived and name not in program.inputs for name in node.writes()) and not all(
+                n in derived for n in node.reads()
+            ):
                 derived.difference_update(name for name in node.writes() if name not in program.inputs)
                 changed = True
     return frozenset(derived)
@@ -161,7 +188,10 @@ def divide(program: Program, model: nn.Module, derived: frozenset[str]) -> list[
         and not all(name in derived for name in node.writes())
     ]
     if not starts:
-        raise CaptureError("the model calls no module with parameters", hint="put parameters into submodules, so that there is something to place")
+        raise CaptureError(
+            "the model calls no module with parameters",
+            hint="put parameters into submodules, so that there is something to place",
+        )
     bounds = [0, *starts[1:], len(program.nodes)]
     segments: list[Segment] = []
     seen: dict[str, int] = {}
@@ -181,7 +211,14 @@ def make_layers(program: Program, segments: list[Segment], classes: list[str], m
         for node in program.nodes[segment.start : segment.stop]:
             names.update(dict.fromkeys(node_parameters(node, model)))
         layers.append(
-            Layer(name=segment.name, layer_class=layer_class, module=segment.module, start=segment.start, stop=segment.stop, parameters=tuple(names))
+            Layer(
+                name=segment.name,
+                layer_class=layer_class,
+                module=segment.module,
+                start=segment.start,
+                stop=segment.stop,
+                parameters=tuple(names),
+            )
         )
     return layers
 
@@ -191,7 +228,10 @@ def node_parameters(node: Node, model: nn.Module) -> list[str]:
     names = list(node.params())
     if node.kind == "module":
         module = model.get_submodule(node.target)
-        for local, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
+        for local, _ in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]:
             names.append(f"{node.target}.{local}" if node.target else local)
     return names
 
@@ -212,14 +252,26 @@ def make_edges(program: Program, segments: list[Segment], derived: frozenset[str
             last_writer[name] = layer
     final = len(segments) - 1
     for leaf in leaves(program.output):
-        if isinstance(leaf, Ref) and leaf.name in last_writer and leaf.name not in derived and last_writer[leaf.name] != final:
+        if (
+            isinstance(leaf, Ref)
+            and leaf.name in last_writer
+            and leaf.name not in derived
+            and last_writer[leaf.name] != final
+        ):
             consumers.setdefault((leaf.name, last_writer[leaf.name]), []).append(final)
     edges = []
     for (name, producer), readers in consumers.items():
         tensor = program.tensors[name]
         per_row, fixed = bytes_by_row(tensor)
         edges.append(
-            Edge(value=name, producer=producer, consumers=tuple(sorted(set(readers))), bytes_per_row=per_row, fixed_bytes=fixed, needs_grad=tensor.requires_grad)
+            Edge(
+                value=name,
+                producer=producer,
+                consumers=tuple(sorted(set(readers))),
+                bytes_per_row=per_row,
+                fixed_bytes=fixed,
+                needs_grad=tensor.requires_grad,
+            )
         )
     return sorted(edges, key=lambda edge: (edge.producer, edge.consumers, edge.value))
 
@@ -254,7 +306,10 @@ def describe_class(program: Program, segment: Segment, model: nn.Module, trainab
             module = model.get_submodule(node.target)
             parameters = (
                 type(module).__qualname__,
-                tuple((n, tuple(p.shape), trainable.get(f"{node.target}.{n}", True)) for n, p in module.named_parameters(remove_duplicate=False)),
+                tuple(
+                    (n, tuple(p.shape), trainable.get(f"{node.target}.{n}", True))
+                    for n, p in module.named_parameters(remove_duplicate=False)
+                ),
                 repr(module) if not any(True for _ in module.children()) else "",
             )
         arguments = tuple(canonical(leaf) for leaf in leaves((node.args, node.kwargs)))

@@ -23,7 +23,14 @@ class ModuleSource:
     parameters of the module `divided`: each gets the shape that one tensor-parallel rank holds.
     """
 
-    def __init__(self, model: nn.Module, *, device: torch.device, dtype: torch.dtype | None, fake_mode: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        fake_mode: FakeTensorMode | None = None,
+    ) -> None:
         self._model = model
         self._device = device
         self._dtype = dtype or model_dtype(model)
@@ -108,13 +115,19 @@ class ModuleSource:
             holder = module.get_submodule(owner)
             param = holder._parameters[last]
             if param is not None:
-                holder._parameters[last] = nn.Parameter(_local(param, division, degree), requires_grad=param.requires_grad)
+                holder._parameters[last] = nn.Parameter(
+                    _local(param, division, degree), requires_grad=param.requires_grad
+                )
         for relative, style in self._sharding.styles.items():
             full = ".".join(part for part in (self._divided, relative) if part)
             if full != name and not full.startswith(f"{name}."):
                 continue
             holder = module.get_submodule(full.removeprefix(name).lstrip("."))
-            attributes = {"column": ("out_features", "nf"), "row": ("in_features", "nx"), "vocabulary": ("num_embeddings",)}[style]
+            attributes = {
+                "column": ("out_features", "nf"),
+                "row": ("in_features", "nx"),
+                "vocabulary": ("num_embeddings",),
+            }[style]
             for attribute in attributes:
                 if hasattr(holder, attribute):
                     setattr(holder, attribute, getattr(holder, attribute) // degree)

@@ -74,7 +74,9 @@ def profile_model(
     gpu_type = read_gpu(gpu) if gpu else None
     device_name = "cpu" if gpu_type else device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this machine has no CUDA device", hint="measure on --device cpu, or compute with --gpu NAME")
+        raise UsageError(
+            "--device cuda: this machine has no CUDA device", hint="measure on --device cpu, or compute with --gpu NAME"
+        )
     progress("capturing the model", 0, 1)
     file = load_model_file(model_spec, inputs=inputs)
     target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if gpu_type or device_name == "cuda" else None
@@ -132,11 +134,17 @@ def _classes(
         stop = end if segment is segments[-1] else segment.stop
         key = (*describe_class(program, segment, captured.model, trainable), segment is segments[-1])
         if key not in known:
-            position = next(i for i in range(segment.start, segment.stop) if program.nodes[i].kind == "module" and program.nodes[i].target == segment.module)
+            position = next(
+                i
+                for i in range(segment.start, segment.stop)
+                if program.nodes[i].kind == "module" and program.nodes[i].target == segment.module
+            )
             base = type(captured.model.get_submodule(segment.module)).__name__
             taken[base] = taken.get(base, 0) + 1
             opened = open_class(captured, calls[position])
-            shardings = tuple(s for degree in degrees if degree > 1 for s in shardings_of(captured, calls[position], opened, degree))
+            shardings = tuple(
+                s for degree in degrees if degree > 1 for s in shardings_of(captured, calls[position], opened, degree)
+            )
             name = base if taken[base] == 1 else f"{base}_{taken[base]}"
             known[key] = _Class(name, segment, stop, calls[position], opened, shardings)
         names.append(known[key].name)
@@ -156,7 +164,14 @@ class _Pricer:
         device: torch.device,
         dtype: torch.dtype | None,
     ) -> None:
-        self._file, self._captured, self._program, self._derived, self._gpu, self._device = file, captured, program, derived, gpu, device
+        self._file, self._captured, self._program, self._derived, self._gpu, self._device = (
+            file,
+            captured,
+            program,
+            derived,
+            gpu,
+            device,
+        )
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if gpu is not None else None
         self._source = ModuleSource(captured.model, device=device, dtype=dtype, fake_mode=self._fake_mode)
         self.dtype = dtype or model_dtype(captured.model)
@@ -247,7 +262,9 @@ def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], tuple[tuple[str
     groups: dict[int, list[str]] = {}
     found: dict[str, Parameter] = {}
     persistent = set(model.state_dict(keep_vars=True))
-    named: list[tuple[str, torch.Tensor, bool]] = [(n, p, False) for n, p in model.named_parameters(remove_duplicate=False)]
+    named: list[tuple[str, torch.Tensor, bool]] = [
+        (n, p, False) for n, p in model.named_parameters(remove_duplicate=False)
+    ]
     named += [(n, b, True) for n, b in model.named_buffers(remove_duplicate=False)]
     for name, tensor, is_buffer in named:
         group = groups.setdefault(id(tensor), [])
@@ -276,7 +293,8 @@ def _provenance(
         build_function=file.build_function,
         inputs_function=file.inputs_function,
         torch_version=torch.__version__,
-        device=gpu or (torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()),
+        device=gpu
+        or (torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()),
         gpu=gpu,
         dtype=str(dtype).removeprefix("torch."),
         input_shapes=shapes,

@@ -5,7 +5,7 @@ Two hooks see everything that happens between modules: `nn.Module.__call__` is w
 call holds the calls of its own forward in `body`, so that it can be kept as one call or opened.
 
 Values are numbered in the order of their making; a tensor object is one value, so aliasing and in-place writes keep
-their meaning: a call that returns or writes a value that already exists refers to that value again.
+their meaning: a call that writes a value that already exists refers to that value again.
 """
 
 import traceback
@@ -24,11 +24,32 @@ from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef,
 
 # Calls that turn a tensor into a Python value: under fake tensors they raise; with real ones they would bake a branch.
 _VALUE_READS = {"__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__contains__"}
-_IN_PLACE_DUNDERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__", "__ifloordiv__"}
+_IN_PLACE_DUNDERS = {
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ior__",
+    "__iand__",
+    "__ixor__",
+    "__ifloordiv__",
+}
 _OPERATORS = {
-    name: f"operator.{name.strip('_')}" if name not in ("__and__", "__or__", "__invert__") else f"operator.{name.strip('_')}_"
+    name: f"operator.{name.strip('_')}"
+    if name not in ("__and__", "__or__", "__invert__")
+    else f"operator.{name.strip('_')}_"
     for name in (
-        *("__add__", "__sub__", "__mul__", "__truediv__", "__floordiv__", "__mod__", "__pow__", "__matmul__", "__neg__"),
+        *(
+            "__add__",
+            "__sub__",
+            "__mul__",
+            "__truediv__",
+            "__floordiv__",
+            "__mod__",
+            "__pow__",
+            "__matmul__",
+            "__neg__",
+        ),
         *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__invert__"),
     )
 }
@@ -188,7 +209,11 @@ class _Recorder(TorchFunctionMode):
         except CaptureError:
             raise
         except Exception as error:
-            if name in _VALUE_READS or "DataDependent" in type(error).__name__ or "DynamicOutputShape" in type(error).__name__:
+            if (
+                name in _VALUE_READS
+                or "DataDependent" in type(error).__name__
+                or "DynamicOutputShape" in type(error).__name__
+            ):
                 raise CaptureError(
                     f"{self.location()}: `{name}` reads the value of a tensor in {self.scopes[-1] or 'the model'}: "
                     "the code after it depends on the data, so no fixed program computes it",
@@ -202,7 +227,6 @@ class _Recorder(TorchFunctionMode):
             return result
         known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         call = self.add(kind, target, tuple(args), kwargs)
-        call.result = self.encode(result, defining=True)
         call.in_place = (
             name in _IN_PLACE_DUNDERS
             or name == "__setitem__"
@@ -210,6 +234,9 @@ class _Recorder(TorchFunctionMode):
             or kwargs.get("inplace") is True
             or any(id(item) in known for item in _flatten(kwargs.get("out")))
         )
+        if not call.in_place:
+            result = _fresh(result, known)
+        call.result = self.encode(result, defining=True)
         if name == "__setitem__":
             call.result = call.args[0]
         self.frames[-1].append(call)
@@ -231,6 +258,9 @@ class _Recorder(TorchFunctionMode):
             self.frames.pop()
             self.scopes.pop()
             self.in_leaf = False
+        if call.leaf:
+            known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
+            result = _fresh(result, known)
         call.result = self.encode(result, defining=True)
         self.frames[-1].append(call)
         return result
@@ -247,13 +277,23 @@ def _flatten(value: Any) -> Iterator[Any]:
         yield value
 
 
+def _fresh(result: Any, known: set[int]) -> Any:
+    """Return a result as a value of its own where a call gave back its operand (a cast to the dtype it has, a dropout
+    that is off): whether it does may depend on dtype and training, and the structure of a recording must not."""
+    if isinstance(result, torch.Tensor) and id(result) in known:
+        return result.view_as(result)
+    return result
+
+
 def _target(func: Any, name: str) -> tuple[Any, str]:
     """Return the kind and name by which a program calls a torch function."""
     if name == "__get__":
         owner = (resolve_name(func) or "").split(".")
         return ("attribute", owner[-2]) if len(owner) >= 2 else ("skip", "")
     if name == "__set__":
-        raise CaptureError(f"setting an attribute of a tensor ({resolve_name(func)}) can't be recorded", hint="use a method")
+        raise CaptureError(
+            f"setting an attribute of a tensor ({resolve_name(func)}) can't be recorded", hint="use a method"
+        )
     if name == "__getitem__":
         return "getitem", ""
     if name == "__setitem__":

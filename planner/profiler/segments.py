@@ -12,7 +12,9 @@ from planner.tp_rules import rewrite_node
 _INNER = "inner_"
 
 
-def divided_nodes(program: Program, segment: Segment, stop: int, opened: OpenedClass, sharding: Sharding) -> tuple[Node, ...]:
+def divided_nodes(
+    program: Program, segment: Segment, stop: int, opened: OpenedClass, sharding: Sharding
+) -> tuple[Node, ...]:
     """Return nodes [start, stop) of a layer as one rank runs them; communication is left out, it is priced elsewhere.
 
     The module's call is replaced by its rewritten body. A divided embedding looks up indices of the local range, and a
@@ -68,7 +70,14 @@ def _divided_leaf(call: Node, target: str, relative: str, opened: OpenedClass, s
     if style == "vocabulary":
         rows = opened.modules[relative].parameters["weight"][0] // sharding.tp_degree
         local = f"{call.name}_local_ids"
-        yield Node(name=local, kind="method", target="remainder", args=(call.args[0], rows), result=Ref(local), no_grad=call.no_grad)
+        yield Node(
+            name=local,
+            kind="method",
+            target="remainder",
+            args=(call.args[0], rows),
+            result=Ref(local),
+            no_grad=call.no_grad,
+        )
         yield call.model_copy(update={"args": (Ref(local), *call.args[1:])})
     elif relative in sharding.gather and isinstance(call.result, Ref):
         part = f"{call.name}_part"
@@ -80,7 +89,9 @@ def _divided_leaf(call: Node, target: str, relative: str, opened: OpenedClass, s
 
 
 def _signature_refs(opened: OpenedClass) -> list[str]:
-    return list(dict.fromkeys(leaf.name for _, value in opened.signature for leaf in leaves(value) if isinstance(leaf, Ref)))
+    return list(
+        dict.fromkeys(leaf.name for _, value in opened.signature for leaf in leaves(value) if isinstance(leaf, Ref))
+    )
 
 
 def _call_refs(call: Node) -> list[str]:

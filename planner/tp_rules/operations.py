@@ -62,7 +62,11 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def operation_name(node: Node) -> str:
     """Return the short name by which rules know an operation."""
-    return node.kind if node.kind in ("getitem", "setitem") else node.target.rpartition(".")[2].removesuffix("_").strip("_") or node.target
+    return (
+        node.kind
+        if node.kind in ("getitem", "setitem")
+        else node.target.rpartition(".")[2].removesuffix("_").strip("_") or node.target
+    )
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> tuple[Any, Path]:
@@ -104,11 +108,79 @@ def broadcast(context: Context, operands: list[Any], out_rank: int) -> State:
 
 
 @rule(
-    *("add", "sub", "mul", "div", "truediv", "true_divide", "floordiv", "mod", "pow", "rsub", "radd", "rmul", "rtruediv", "rpow"),
-    *("neg", "exp", "log", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "reciprocal", "abs", "sin", "cos", "erf", "square"),
-    *("gelu", "silu", "relu", "relu6", "elu", "leaky_relu", "softplus", "hardswish", "hardtanh", "mish", "logsigmoid", "selu"),
-    *("to", "float", "half", "double", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "dropout", "alias"),
-    *("where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "lerp", "addcmul", "addcdiv"),
+    *(
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "true_divide",
+        "floordiv",
+        "mod",
+        "pow",
+        "rsub",
+        "radd",
+        "rmul",
+        "rtruediv",
+        "rpow",
+    ),
+    *(
+        "neg",
+        "exp",
+        "log",
+        "log1p",
+        "tanh",
+        "sigmoid",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "abs",
+        "sin",
+        "cos",
+        "erf",
+        "square",
+    ),
+    *(
+        "gelu",
+        "silu",
+        "relu",
+        "relu6",
+        "elu",
+        "leaky_relu",
+        "softplus",
+        "hardswish",
+        "hardtanh",
+        "mish",
+        "logsigmoid",
+        "selu",
+    ),
+    *(
+        "to",
+        "float",
+        "half",
+        "double",
+        "bfloat16",
+        "type",
+        "type_as",
+        "contiguous",
+        "clone",
+        "detach",
+        "dropout",
+        "alias",
+    ),
+    *(
+        "where",
+        "masked_fill",
+        "clamp",
+        "clip",
+        "clamp_min",
+        "clamp_max",
+        "minimum",
+        "maximum",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+    ),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "invert", "logical_and", "logical_or", "logical_not"),
     *("iadd", "isub", "imul", "itruediv", "ior", "iand", "zeros_like", "ones_like", "full_like", "nan_to_num", "sign"),
 )
@@ -121,7 +193,9 @@ def _elementwise(context: Context, node: Node) -> State:
 # -- shape --------------------------------------------------------------------------------------------------------------
 
 
-def reshaped(context: Context, state: Shard, before: tuple[int | BatchInt, ...], after: tuple[int | BatchInt, ...]) -> Shard:
+def reshaped(
+    context: Context, state: Shard, before: tuple[int | BatchInt, ...], after: tuple[int | BatchInt, ...]
+) -> Shard:
     """Return where a divided dimension goes in a reshape; IllegalShardingError where its slices would not be contiguous."""
     left = right = 0
     while left < len(before):
@@ -141,7 +215,12 @@ def reshaped(context: Context, state: Shard, before: tuple[int | BatchInt, ...],
 
 
 def _within_group(
-    context: Context, state: Shard, before: tuple[int | BatchInt, ...], first: int, after: tuple[int | BatchInt, ...], offset: int
+    context: Context,
+    state: Shard,
+    before: tuple[int | BatchInt, ...],
+    first: int,
+    after: tuple[int | BatchInt, ...],
+    offset: int,
 ) -> Shard:
     parts = state.parts
     for dim in before[first : state.dim]:
@@ -184,7 +263,9 @@ def _expand(context: Context, node: Node) -> State:
     return result
 
 
-def _rewrite_size(context: Context, node: Node, first: int, keyword: str, state: Shard, after: tuple[int | BatchInt, ...]) -> None:
+def _rewrite_size(
+    context: Context, node: Node, first: int, keyword: str, state: Shard, after: tuple[int | BatchInt, ...]
+) -> None:
     """Divide the size argument of the divided dimension, given as `f(x, a, b)`, `f(x, (a, b))` or by keyword."""
     given, path = argument(node, first, keyword)
     if isinstance(given, tuple | list):

@@ -73,7 +73,9 @@ def find_shardings(
     return () if best is None else (_sharding(body, modules, degree, best[1], reasons),)
 
 
-def _divided_bytes(choices: Mapping[str, _Choice], modules: Mapping[str, ModuleInfo], *, optimistic: bool = False) -> float:
+def _divided_bytes(
+    choices: Mapping[str, _Choice], modules: Mapping[str, ModuleInfo], *, optimistic: bool = False
+) -> float:
     divided_modules = [
         info.num_bytes
         for name, info in modules.items()
@@ -178,7 +180,11 @@ def _divisible_module(
 
 def _features(info: ModuleInfo) -> tuple[int, int]:
     weight = info.parameters["weight"]
-    return (weight[info.weight_out_dim], weight[1 - info.weight_out_dim]) if info.kind == "linear" else (weight[0], weight[1])
+    return (
+        (weight[info.weight_out_dim], weight[1 - info.weight_out_dim])
+        if info.kind == "linear"
+        else (weight[0], weight[1])
+    )
 
 
 def _options(body: Program, info: ModuleInfo, degree: int, node: Node) -> list[_Choice]:
@@ -221,7 +227,13 @@ def _recorded_states(
 
 
 def _note_entering(
-    body: Program, modules: Mapping[str, ModuleInfo], context: Context, outcome: _Outcome, node: Node, *, divided_result: bool
+    body: Program,
+    modules: Mapping[str, ModuleInfo],
+    context: Context,
+    outcome: _Outcome,
+    node: Node,
+    *,
+    divided_result: bool,
 ) -> None:
     """Note whole operands of divided computation: their gradients are partial on every rank and must be summed."""
     row = node.kind == "module" and outcome.choices.get(node.target, _Choice(None)).style == "row"
@@ -277,10 +289,14 @@ def _divided_dims(info: ModuleInfo, choice: _Choice) -> dict[str, int]:
 def _collective(kind: Any, tensor: Tensor, phase: Any) -> CollectiveCall:
     first, second = tensor.num_bytes(1), tensor.num_bytes(2)
     grows = any(isinstance(dim, BatchInt) for dim in tensor.shape)
-    return CollectiveCall(kind=kind, bytes_per_row=float(second - first), fixed_bytes=0 if grows else first, phase=phase)
+    return CollectiveCall(
+        kind=kind, bytes_per_row=float(second - first), fixed_bytes=0 if grows else first, phase=phase
+    )
 
 
-def standalone_sharding(info: ModuleInfo, inputs: tuple[Tensor, ...], output: Tensor, degree: int) -> tuple[Sharding, ...]:
+def standalone_sharding(
+    info: ModuleInfo, inputs: tuple[Tensor, ...], output: Tensor, degree: int
+) -> tuple[Sharding, ...]:
     """Return the sharding of a layer that is one linear or embedding module by itself; empty where it does not divide.
 
     A linear layer is divided by columns and its output gathered; an embedding by vocabulary.

@@ -57,5 +57,9 @@ def product_of(dims: tuple[int | BatchInt, ...]) -> tuple[int, int]:
 def divided(size: Any, degree: int, parts: int = 1) -> int:
     """Return a dimension's local size; IllegalShardingError if it does not divide."""
     if not isinstance(size, int) or isinstance(size, bool) or size % (degree * parts):
-        raise IllegalShardingError(f"dimension {size!r} does not divide by {parts} x {degree}" if parts > 1 else f"dimension {size!r} does not divide by {degree}")
+        raise IllegalShardingError(
+            f"dimension {size!r} does not divide by {parts} x {degree}"
+            if parts > 1
+            else f"dimension {size!r} does not divide by {degree}"
+        )
     return size // degree
