@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from planner.cluster import Gpu
 from planner.errors import ProfileError
 from planner.model_profile import LayerCost
-from planner.profiler.execute import Target, outside_reads, outside_results, run_derived, run_nodes
+from planner.profiler.arguments import Target
+from planner.profiler.execute import outside_reads, outside_results, run_derived, run_nodes
 from planner.profiler.flops import count_flops
 from planner.profiler.layer_cost import class_cost
 from planner.profiler.measure import Repeats, measure_times, spread
@@ -145,7 +146,7 @@ def conv_runner(**options: Any) -> SegmentRunner:
     )
 
 
-def attention_runner(masked: bool, **options: Any) -> SegmentRunner:
+def attention_runner(masked: bool, *, causal: bool = False, **options: Any) -> SegmentRunner:
     tensors = {name: tensor(BatchInt(1), 4, 64, 16) for name in ("q", "k", "v", "y")}
     environment = {"mask": torch.ones(64, 64, dtype=torch.bool)} if masked else {}
     node = call(
@@ -153,7 +154,11 @@ def attention_runner(masked: bool, **options: Any) -> SegmentRunner:
         "function",
         "torch.nn.functional.scaled_dot_product_attention",
         *(Ref("q"), Ref("k"), Ref("v")),
-        kwargs={"attn_mask": Ref("mask") if masked else None, "dropout_p": TrainingValue(0.1, 0.0)},
+        kwargs={
+            "attn_mask": Ref("mask") if masked else None,
+            "dropout_p": TrainingValue(0.1, 0.0),
+            "is_causal": causal,
+        },
     )
     return runner_of(nn.Identity, [node], tensors, ["y"], environment=environment, **options)
 
@@ -331,6 +336,22 @@ def test_dropout_on_a_gpu_keeps_one_byte_an_element() -> None:
     assert cost.activation_bytes == 2 * 128
 
 
+def test_causal_attention_takes_half_the_time_and_counts_the_same_flops() -> None:
+    slow = GPU.model_copy(update={"peak_flops": {"bfloat16": 1e6}, "launch_overhead": 0.0})  # all time is products
+    whole, causal = (
+        computed(attention_runner(False, causal=causal, fake=True, dtype=torch.bfloat16), slow)
+        for causal in (False, True)
+    )
+    assert causal.forward_flops == whole.forward_flops
+    assert causal.forward_time_s == pytest.approx(whole.forward_time_s / 2)
+    assert causal.backward_time_s == pytest.approx(whole.backward_time_s / 2)
+    assert whole.backward_time_s == pytest.approx(whole.forward_time_s * 5 / 2)
+
+
+def test_computing_is_deterministic() -> None:
+    assert computed(block_runner(fake=True)) == computed(block_runner(fake=True))
+
+
 def test_attention_inside_torchs_own_module_takes_the_kernel_of_a_gpu() -> None:
     tensors = {name: tensor(BatchInt(1), 64, 32) for name in ("x", "y")}
     nodes = [
@@ -489,6 +510,45 @@ def test_a_node_that_fails_names_the_layer_and_the_node() -> None:
         class_cost(runner, repeats=QUICK)
     assert "layers.3" in caught.value.message
     assert "'fc'" in caught.value.message
+    assert caught.value.hint
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+
+class FailsBackward(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Failing.apply(x)
+
+
+class TooLarge(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (FailsBackward, "can't be run forward and backward: RuntimeError: no such kernel"),
+        (TooLarge, "with 2 rows doesn't fit"),
+    ],
+)
+def test_what_fails_on_the_device_names_the_layer(module: type[nn.Module], message: str, fake: bool) -> None:
+    tensors = {"x": tensor(BatchInt(1), 6), "y": tensor(BatchInt(1), 6)}
+    nodes = [call("y", "module", "inner", Ref("x"))]
+    runner = runner_of(lambda: nn.ModuleDict({"inner": module()}), nodes, tensors, ["y"], fake=fake)
+    with pytest.raises(ProfileError) as caught:
+        class_cost(runner, gpu=GPU if fake else None, repeats=QUICK)
+    assert caught.value.message.startswith("layer 'layers.3'")
+    assert message in caught.value.message
     assert caught.value.hint
 
 

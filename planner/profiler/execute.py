@@ -4,137 +4,22 @@ Nodes are prepared once (names looked up, constants resolved for a batch, device
 what a measurement adds to the model's own work is one dictionary look-up per value.
 """
 
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from planner.errors import ProfileError
-from planner.program import (
-    MODEL_DTYPE,
-    BatchInt,
-    Constant,
-    Device,
-    Dtype,
-    Fields,
-    Node,
-    ParamRef,
-    Program,
-    Ref,
-    TrainingValue,
-    function_name,
-    leaves,
-)
+from planner.profiler.arguments import Environment, bind, fill, find_function, resolve
+from planner.profiler.arguments import Target as Target  # what `run_derived` is called with
+from planner.program import Fields, Node, Program, Ref, leaves
 
-Environment = dict[str, Any]
 Step = Callable[[Environment], None]
-
-_NAMESPACES: dict[str, Any] = {
-    "torch": torch,
-    "torch.nn.functional": torch.nn.functional,
-    "torch.special": torch.special,
-    "torch.fft": torch.fft,
-    "torch.linalg": torch.linalg,
-    "torch._C._nn": torch._C._nn,
-    "operator": operator,
-    "math": math,
-}
 
 # What running a node may raise when the program or the device is at fault; all else is a bug and keeps its traceback.
 RUN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where and for what nodes run: rows of the batch, device, the dtype that `MODEL_DTYPE` stands for."""
-
-    rows: int
-    device: torch.device
-    dtype: torch.dtype
-
-
-def find_function(name: str) -> Callable[..., Any]:
-    """Return the function of a validated dotted name; ProfileError where this torch has none of that name."""
-    namespace, _, attribute = function_name(name).rpartition(".")
-    found: Callable[..., Any] | None = getattr(_NAMESPACES[namespace], attribute, None)
-    if found is None:
-        raise ProfileError(f"torch {torch.__version__} has no function {name!r}", hint="profile the model again")
-    return found
-
-
-def find_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a program's name."""
-    found = model_dtype if name == MODEL_DTYPE else getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ProfileError(f"torch {torch.__version__} has no dtype {name!r}", hint="profile the model again")
-    return found
-
-
-def _resolve(value: Any, parameter: Callable[[str], torch.Tensor], target: Target) -> Any:
-    """Return an argument with everything resolved that is the same in every run; `Ref`s stay."""
-    match value:
-        case ParamRef(name):
-            return parameter(name)
-        case BatchInt():
-            return value.at(target.rows)
-        case Dtype(name):
-            return find_dtype(name, target.dtype)
-        case Device():
-            return target.device
-        case TrainingValue(training, _):
-            return training
-        case Constant(name):
-            return getattr(torch, name)
-        case Fields(items):
-            return Fields(tuple((name, _resolve(item, parameter, target)) for name, item in items))
-        case slice():
-            return slice(*(_resolve(item, parameter, target) for item in (value.start, value.stop, value.step)))
-        case tuple():
-            return tuple(_resolve(item, parameter, target) for item in value)
-        case list():
-            return [_resolve(item, parameter, target) for item in value]
-        case dict():
-            return {key: _resolve(item, parameter, target) for key, item in value.items()}
-    return value
-
-
-def _fill(value: Any, environment: Environment) -> Any:
-    """Return a resolved argument with its references replaced by values."""
-    match value:
-        case Ref(name):
-            return environment[name]
-        case Fields(items):
-            return SimpleNamespace(**{name: _fill(item, environment) for name, item in items})
-        case slice():
-            return slice(*(_fill(item, environment) for item in (value.start, value.stop, value.step)))
-        case tuple():
-            return tuple(_fill(item, environment) for item in value)
-        case list():
-            return [_fill(item, environment) for item in value]
-        case dict():
-            return {key: _fill(item, environment) for key, item in value.items()}
-    return value
-
-
-def _bind(structure: Any, value: Any, environment: Environment) -> None:
-    """Enter the tensors of a result into the environment, by the structure that names them."""
-    match structure:
-        case Ref(name):
-            environment[name] = value
-        case Fields(items):
-            for name, item in items:
-                _bind(item, value[name] if isinstance(value, dict) else getattr(value, name), environment)
-        case tuple() | list():
-            for item, part in zip(structure, value, strict=True):
-                _bind(item, part, environment)
-        case dict():
-            for key, item in structure.items():
-                _bind(item, value[key], environment)
 
 
 def _callable(node: Node, module_call: Callable[[str], nn.Module]) -> Callable[..., Any]:
@@ -170,15 +55,15 @@ def prepare_node(
 ) -> Step:
     """Return a function that runs one node on an environment."""
     function = _callable(node, module_call)
-    args = _resolve(tuple(node.args), parameter, target)
-    kwargs = _resolve(dict(node.kwargs), parameter, target)
+    args = resolve(tuple(node.args), parameter, target)
+    kwargs = resolve(dict(node.kwargs), parameter, target)
     result, no_grad = node.result, node.no_grad
     constant_args = not any(isinstance(leaf, Ref) for leaf in leaves(args))
     constant_kwargs = not any(isinstance(leaf, Ref | Fields) for leaf in leaves(kwargs))
 
     def step(environment: Environment) -> None:
-        filled = args if constant_args else _fill(args, environment)
-        named = kwargs if constant_kwargs else _fill(kwargs, environment)
+        filled = args if constant_args else fill(args, environment)
+        named = kwargs if constant_kwargs else fill(kwargs, environment)
         if no_grad:
             with torch.no_grad():
                 value = function(*filled, **named)
@@ -187,7 +72,7 @@ def prepare_node(
         if type(result) is Ref:
             environment[result.name] = value
         else:
-            _bind(result, value, environment)
+            bind(result, value, environment)
 
     return step
 

@@ -5,9 +5,9 @@ functions choose other operators on a CPU than on a GPU, with other memory: thes
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn import functional as F
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 aten = torch.ops.aten
 _FLASH_DTYPES = {torch.float16, torch.bfloat16}
 _FLASH_MAX_HEAD = 256
+_ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout  # torch's own, while the names in F are replaced
 
 
 def _first(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -39,9 +40,7 @@ def _attention(
     dimensions take the matrix products, as they do there.
     """
     if query.dim() != 4 or query.dtype == torch.float64:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     same_heads = query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD
     if attn_mask is None and query.dtype in _FLASH_DTYPES and same_heads:
         flash = aten._scaled_dot_product_flash_attention
@@ -72,7 +71,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> torch.Tensor:
-    return F.dropout(input, p, training, True) if inplace else _fused_dropout(input, p, training)
+    return _DROPOUT(input, p, training, True) if inplace else _fused_dropout(input, p, training)
 
 
 def _rms_norm(
@@ -96,12 +95,24 @@ _REPLACED: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
+@contextmanager
+def _functions_replaced() -> Iterator[None]:
+    before = {name: getattr(F, name) for name in _FUNCTIONS}
+    try:
+        for name, replacement in _FUNCTIONS.items():
+            setattr(F, name, replacement)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
 class GpuKernels(TorchFunctionMode):
     """While it is entered, functions with kernels of their own on a GPU take these."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # written in Python: a mode doesn't see the functions it calls
-            with mock.patch.multiple(F, **_FUNCTIONS):
+            with _functions_replaced():
                 return func(*args, **kwargs)
         return _REPLACED.get(func, func)(*args, **kwargs)

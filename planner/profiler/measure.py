@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from planner.errors import ProfileError
 from planner.profiler.flops import count_flops
 from planner.profiler.memory import LiveBytes, MemoryNumbers, accumulated_gradients, follow_cuda_memory, follow_memory
 from planner.profiler.segment import SegmentRunner
@@ -148,21 +147,16 @@ class _Flops(LiveBytes):  # type: ignore[no-untyped-call]
 
 def measure_numbers(runner: SegmentRunner, repeats: Repeats = DEFAULT_REPEATS) -> MeasuredNumbers:
     """Return what a layer costs on its device; ProfileError names a layer that doesn't fit or can't be run."""
-    try:
+    followed = _Flops()
+    forward_flops = 0
+
+    def forward_done(seed: torch.Tensor | None) -> None:
+        nonlocal forward_flops
+        forward_flops = followed.flops
+
+    with runner.named_errors():
         times = measure_times(runner, repeats)
-        followed = _Flops()
-        forward_flops = 0
-
-        def forward_done(seed: torch.Tensor | None) -> None:
-            nonlocal forward_flops
-            forward_flops = followed.flops
-
         memory = follow_memory(runner, followed, forward_done)
         if runner.target.device.type == "cuda":
             memory = follow_cuda_memory(runner)
-    except torch.OutOfMemoryError as error:
-        raise ProfileError(
-            f"layer {runner.name!r} with {runner.target.rows} rows doesn't fit {runner.target.device}: {error}",
-            hint="profile smaller microbatches (--microbatch-sizes), or compute for the GPU (--gpu NAME)",
-        ) from error
     return MeasuredNumbers(times, forward_flops, memory)

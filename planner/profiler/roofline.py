@@ -175,7 +175,7 @@ def compute_numbers(runner: SegmentRunner, gpu: Gpu) -> ComputedNumbers:
             torch.autograd.grad(seed, runner.grad_inputs, seed.detach(), retain_graph=True, allow_unused=True)
             input_s, _ = priced.take()
 
-    with GpuKernels():
+    with runner.named_errors(), GpuKernels():
         memory = follow_memory(runner, priced, price_inputs)
     backward_s, _ = priced.take()
     if not runner.trainable:

@@ -9,19 +9,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import ProfileError
-from planner.profiler.execute import (
-    RUN_ERRORS,
-    Environment,
-    Target,
-    find_dtype,
-    last_reads,
-    node_error,
-    outside_reads,
-    prepare_node,
-)
+from planner.profiler.arguments import Environment, Target, find_dtype
+from planner.profiler.execute import RUN_ERRORS, last_reads, node_error, outside_reads, prepare_node
 from planner.program import Node, Tensor
 
 _SEED = 0
+_FAKE_HINT = "an operator that fake tensors can't run can be measured: leave out --gpu, on a machine with the device"
 
 
 class _Alias(torch.autograd.Function):
@@ -111,6 +104,24 @@ class SegmentRunner:
         with self.fake_mode or contextlib.nullcontext():
             yield
 
+    @contextlib.contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Turn errors of torch inside into ProfileErrors that name the layer: no memory, or a backward that fails."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ProfileError(
+                f"layer {self.name!r} with {self.target.rows} rows doesn't fit {self.target.device}: {error}",
+                hint="profile smaller microbatches (--microbatch-sizes), or compute for the GPU (--gpu NAME)",
+            ) from error
+        except RuntimeError as error:
+            raise ProfileError(
+                f"layer {self.name!r} can't be run forward and backward: {type(error).__name__}: {error}",
+                hint="check that the model trains on this device, in this dtype"
+                if self.fake_mode is None
+                else _FAKE_HINT,
+            ) from error
+
     @property
     def grad_inputs(self) -> list[torch.Tensor]:
         """The inputs from earlier layers that gradients flow to."""
@@ -143,9 +154,12 @@ class SegmentRunner:
         for node, step, dead in zip(self._nodes, self._steps, self._dead, strict=True):
             try:
                 step(environment)
+            except torch.OutOfMemoryError:
+                raise  # told by `named_errors`: the node is not at fault
             except RUN_ERRORS as error:
                 failure = node_error(node, error)
-                raise ProfileError(f"layer {self.name!r}: {failure.message}", hint=failure.hint) from error
+                hint = _FAKE_HINT if self.fake_mode is not None else failure.hint
+                raise ProfileError(f"layer {self.name!r}: {failure.message}", hint=hint) from error
             for name in dead:
                 environment.pop(name, None)
         results = tuple(environment[name] for name in self.results)
