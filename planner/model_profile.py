@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import Field
 
 from planner.errors import FileFormatError
 from planner.program import Encoded, Identifier, Program, QualifiedName
 from planner.records import (
-    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,

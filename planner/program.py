@@ -79,7 +79,8 @@ class TrainingValue:
     evaluation: bool | int | float | None
 
 
-Argument = Any  # Ref | ParamRef | BatchInt | Dtype | Constant | Device | TrainingValue | Fields | scalar | tuple | list | dict | slice
+# One of the above, a scalar, or a tuple, list, dict or slice of arguments.
+Argument = Any
 
 
 def encode(value: Argument) -> Any:
@@ -280,7 +281,7 @@ class Node(Record):
     """One call: `name = target(*args, **kwargs)`.
 
     `target` is a module's fully qualified name (kind module), a function's dotted name (function), a tensor's method
-    or attribute (method, attribute; the tensor is args[0]); getitem is `args[0][args[1]]`, setitem `args[0][args[1]] = args[2]`.
+    or attribute (method, attribute; the tensor is args[0]); getitem is `args[0][args[1]]`, setitem assigns args[2].
     `result` is the structure of what it returns: `Ref`s to the tensors in it. A node that makes one tensor
     has `result == Ref(name)`; one that makes several names each, and one that returns a value made before (a write in
     place, a cast to the dtype it has) refers to that value: then `name` only identifies the node.

@@ -29,7 +29,7 @@ def python_name(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-# -- tensor-parallel forwards ---------------------------------------------------------------------------------------------
+# -- tensor-parallel forwards ----------------------------------------------------------------------------
 
 
 def tensor_parallel_name(call: LayerCall) -> str:
@@ -142,7 +142,7 @@ def batch_expression(given: dict[str, Tensor]) -> str:
     raise ValueError("no value has a batch dimension")
 
 
-# -- stages -------------------------------------------------------------------------------------------------------------
+# -- stages ----------------------------------------------------------------------------------------------
 
 
 def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary: str) -> Iterator[str]:

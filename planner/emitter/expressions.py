@@ -183,7 +183,7 @@ def value_paths(result: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def attribute_path(name: str, root: str) -> str:
-    """Return the expression for a module or parameter: dotted where Python allows, numbered members by get_submodule."""
+    """Return the expression for a module or parameter: dotted where Python allows, else by get_submodule."""
     parts = name.split(".") if name else []
     if all(part.isidentifier() for part in parts):
         return ".".join([root, *parts])

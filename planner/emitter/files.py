@@ -11,7 +11,7 @@ from planner.records import read_text, validate, write_text
 
 
 def write_plan(source: str, path: Path, *, force: bool = False) -> None:
-    """Write the source of a plan; UsageError if the file there was edited by hand (or is none of ours) without `force`."""
+    """Write the source of a plan; UsageError, without `force`, if the file there was edited or is none of ours."""
     if path.exists() and not force:
         text = read_text(path, what="plan")
         _, found, recorded = text.rpartition(f"\n{HASH_LINE}")

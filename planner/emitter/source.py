@@ -19,7 +19,7 @@ HELPERS = "planner.emitter.runtime"
 
 
 def emit(plan: Plan, profile: ModelProfile) -> str:
-    """Return the source of plan.py; the same plan and profile give the same text. EmitError where it can't be written."""
+    """Return the source of plan.py, the same for the same plan and profile; EmitError where it can't be written."""
     stages = stage_codes(plan, profile)
     tied = frozenset(name for group in profile.tied for name in group)
     imports, helpers = helper_section()
@@ -68,7 +68,8 @@ def _generated(plan: Plan, profile: ModelProfile, stages: list[StageCode], tied:
 def _stage_summary(plan: Plan, index: int) -> str:
     stage = plan.stages[index]
     layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
-    return f"{layers} on GPU{'s' if len(stage.gpus) > 1 else ''} {', '.join(map(str, stage.gpus[:8]))}{' ...' if len(stage.gpus) > 8 else ''}."
+    gpus = ", ".join(map(str, stage.gpus[:8])) + (" ..." if len(stage.gpus) > 8 else "")
+    return f"{layers} on GPU{'s' if len(stage.gpus) > 1 else ''} {gpus}."
 
 
 def _docstring(plan: Plan, profile: ModelProfile) -> str:
@@ -100,8 +101,11 @@ def _docstring(plan: Plan, profile: ModelProfile) -> str:
     if plan.prediction:
         prediction = [
             "",
-            f"Predicted: {format_seconds(plan.prediction.step_time_s)} a step, {plan.prediction.samples_per_s:.4g} samples/s, "
-            f"fullest GPU {format_bytes(plan.prediction.peak_bytes)}, idle {plan.prediction.bubble_fraction:.1%}.",
+            (
+                f"Predicted: {format_seconds(plan.prediction.step_time_s)} a step, "
+                f"{plan.prediction.samples_per_s:.4g} samples/s, "
+                f"fullest GPU {format_bytes(plan.prediction.peak_bytes)}, idle {plan.prediction.bubble_fraction:.1%}."
+            ),
         ]
     usage = [
         "",

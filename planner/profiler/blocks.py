@@ -53,7 +53,7 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
 def select_calls(model: nn.Module, calls: Iterable[Call], chosen: tuple[str, ...] = ()) -> list[Call]:
     """Return the calls of a forward with every composite module that exposes cuts replaced by its own calls.
 
-    `chosen` names containers whose members are the blocks (`--blocks model.layers`), instead of what `find_blocks` finds.
+    `chosen` names containers whose members are the blocks, as in `--blocks model.layers`; else `find_blocks` tells.
     """
     modules = dict(model.named_modules())
     if chosen:

@@ -50,7 +50,7 @@ class _StructureDiffersError(Exception):
 
 def input_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors among a model's arguments by the names of its parameters; nested ones get an index."""
-    names = [name for name in inspect.signature(model.forward).parameters]
+    names = list(inspect.signature(model.forward).parameters)
     named = {(names[i] if i < len(names) else f"input_{i}"): value for i, value in enumerate(args)} | kwargs
     return dict(_tensors(named))
 
@@ -91,7 +91,7 @@ def _record_once(
             module.training = training and flags[id(module)]
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            """Return a fake tensor of its own for every input: two that are one tensor in the example may differ later."""
+            """Return a fake tensor of its own for every input: two that are one in the example may differ later."""
             with mode:
                 target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 return torch.empty(tensor.shape, dtype=target, device="cpu")
@@ -234,11 +234,10 @@ def _dtype_leaf(base: Any, other: Any) -> Any:
     """Unify two constants recorded with different model dtypes."""
     if isinstance(base, Dtype) and isinstance(other, Dtype):
         return Dtype(MODEL_DTYPE)
-    if isinstance(base, float) and isinstance(other, float):
-        if (
-            math.isclose(base, other, rel_tol=1e-6) or abs(base) > 1e4
-        ):  # rounding, or a dtype's limit used as a mask value
-            return base
+    rounding = isinstance(base, float) and isinstance(other, float) and math.isclose(base, other, rel_tol=1e-6)
+    limit = isinstance(base, float) and abs(base) > 1e4  # the lowest number of a dtype, used to mask
+    if rounding or limit:
+        return base
     if isinstance(base, BatchInt) and type(other) is int and base.at(_ROWS[0]) == other:
         return base
     raise _StructureDiffersError(f"the constant {base!r} ({other!r} in float64)", "")

@@ -33,7 +33,7 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class OpenedClass:
-    """The body of a layer class: `None` where the layer is one leaf module; `signature` names what it is called with."""
+    """The body of a layer class, None where it is one leaf module; `signature` names what it is called with."""
 
     body: Program | None
     signature: tuple[tuple[str, Any], ...]

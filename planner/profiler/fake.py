@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as it is registered; all else stays real, so that code reading it runs."""
+    """Move every parameter to the meta device as it is registered; all else stays real, so code may read it."""
     original = nn.Module.register_parameter
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # one that is registered twice stays one
 

@@ -179,7 +179,7 @@ class Segment:
 
 
 def divide(program: Program, model: nn.Module, derived: frozenset[str]) -> list[Segment]:
-    """Return the layers: each begins with the call of a module that has parameters; glue belongs to the layer before it."""
+    """Return the layers: each begins with the call of a module with parameters; glue belongs to the layer before."""
     starts = [
         index
         for index, node in enumerate(program.nodes)

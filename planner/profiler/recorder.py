@@ -1,8 +1,8 @@
 """Records one forward of a model as a tree of calls.
 
-Two hooks see everything that happens between modules: `nn.Module.__call__` is wrapped for the modules of the model, and a
-`TorchFunctionMode` sees every call of a torch function or tensor method outside the leaf modules. A composite module's
-call holds the calls of its own forward in `body`, so that it can be kept as one call or opened.
+Two hooks see everything that happens between modules: `nn.Module.__call__` is wrapped for the modules of the model,
+and a `TorchFunctionMode` sees every call of a torch function or tensor method outside the leaf modules. A composite
+module's call holds the calls of its own forward in `body`, so that it can be kept as one call or opened.
 
 Values are numbered in the order of their making; a tensor object is one value, so aliasing and in-place writes keep
 their meaning: a call that writes a value that already exists refers to that value again.
@@ -171,8 +171,8 @@ class _Recorder(TorchFunctionMode):
     def _unknown_tensor(self, tensor: torch.Tensor) -> CaptureError:
         shape = tuple(tensor.shape)
         return CaptureError(
-            f"{self.location()}: a tensor of shape {shape} in {self.scopes[-1] or 'the model'} was made where recording "
-            "can't see it (a plain attribute, numpy, a custom autograd function, or C++)",
+            f"{self.location()}: a tensor of shape {shape} in {self.scopes[-1] or 'the model'} was made where "
+            "recording can't see it (a plain attribute, numpy, a custom autograd function, or C++)",
             hint="register it as a buffer, or put the code that makes it into a module of its own",
         )
 
@@ -217,7 +217,7 @@ class _Recorder(TorchFunctionMode):
                 raise CaptureError(
                     f"{self.location()}: `{name}` reads the value of a tensor in {self.scopes[-1] or 'the model'}: "
                     "the code after it depends on the data, so no fixed program computes it",
-                    hint="move the value-dependent code into a module of its own (it is then called whole), or remove it",
+                    hint="compute it with tensor operations (masks, torch.where), so that all data takes the same code",
                 ) from error
             raise
         if not (name == "__setitem__" or any(isinstance(item, torch.Tensor) for item in _flatten(result))):
@@ -345,7 +345,8 @@ def record(
 ) -> Recording:
     """Return the recording of `model(*args, **kwargs)` and of `loss(output)`.
 
-    `inputs` names the tensors among the arguments, `targets` those that the loss reads beside the output. Call it under the fake-tensor mode that the tensors belong to.
+    `inputs` names the tensors among the arguments, `targets` those that the loss reads beside the output. Call it under
+    the fake-tensor mode that the tensors belong to.
     """
     recorder = _Recorder(model)
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}

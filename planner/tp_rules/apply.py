@@ -9,7 +9,7 @@ ENTERED = "_tp"
 
 
 def rewrite_node(node: Node, sharding: Sharding, *, enter: bool) -> Node:
-    """Return a node with the constants that shrink replaced; with `enter`, it reads the entered form of whole operands."""
+    """Return a node with the constants that shrink replaced; with `enter` it reads what it divides in entered form."""
     args: Any = node.args
     kwargs: Any = node.kwargs
     for rewrite in sharding.rewrites:

@@ -11,6 +11,7 @@ from typing import Any
 
 from planner.model_profile import CollectiveCall, ShardedParameter, Sharding, Style
 from planner.program import BatchInt, Node, ParamRef, Program, Ref, Tensor, leaves
+from planner.tp_rules import products, shapes  # noqa: F401 -- importing them registers their rules
 from planner.tp_rules.operations import RULES, Context, operation_name
 from planner.tp_rules.state import IllegalShardingError, ModuleInfo, Shard, State, divided
 
@@ -23,7 +24,7 @@ class _Choice:
     parts: int = 1
 
 
-class _Undecided(Exception):
+class _UndecidedError(Exception):
     def __init__(self, module: str, options: list[_Choice]) -> None:
         super().__init__(module)
         self.module = module
@@ -59,7 +60,7 @@ def find_shardings(
             continue
         try:
             outcome = _propagate(body, modules, parameter_shapes, degree, choices)
-        except _Undecided as undecided:
+        except _UndecidedError as undecided:
             stack.extend({**choices, undecided.module: option} for option in reversed(undecided.options))
             continue
         except IllegalShardingError as error:
@@ -165,7 +166,7 @@ def _divisible_module(
             raise IllegalShardingError(f"{node.target!r} gets divided indices")
         return state  # whole weights on a slice of the rows: their gradients are partial
     if node.target not in outcome.choices:
-        raise _Undecided(node.target, _options(body, info, context.degree, node))
+        raise _UndecidedError(node.target, _options(body, info, context.degree, node))
     choice = outcome.choices[node.target]
     if choice.style is None:
         return None
@@ -188,7 +189,7 @@ def _features(info: ModuleInfo) -> tuple[int, int]:
 
 
 def _options(body: Program, info: ModuleInfo, degree: int, node: Node) -> list[_Choice]:
-    """Return the choices for a module with a whole input: divided first, and in as many parts as its output is taken apart."""
+    """Return the choices for a module with a whole input: divided first, by the parts its output is taken into."""
     size, _ = _features(info)
     if info.kind == "embedding":
         return [*([_Choice("vocabulary")] if size % degree == 0 else []), _Choice(None)]

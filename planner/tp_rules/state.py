@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from planner.program import BatchInt, Program, Tensor
+from planner.program import BatchInt, Program
 
 ModuleKind = Literal["linear", "embedding", "elementwise", "normalization", "recorded", "opaque"]
 
@@ -13,8 +13,8 @@ ModuleKind = Literal["linear", "embedding", "elementwise", "normalization", "rec
 class ModuleInfo:
     """A leaf module of a layer: what kind of function it is, and its parameters.
 
-    `linear` has `weight_out_dim` (0 for nn.Linear, 1 for a transposed weight such as Hugging Face's Conv1D), features in
-    and out and maybe a bias. `embedding` has (rows, columns). `normalization` works over the last `normalized_dims`
+    `linear` has `weight_out_dim` (0 for nn.Linear, 1 for a transposed weight such as Hugging Face's Conv1D) and maybe a
+    bias. `embedding` has (rows, columns). `normalization` works over the last `normalized_dims`
     dimensions. `recorded` has a body of its own to propagate through; `opaque` takes replicated values only.
     """
 
@@ -39,11 +39,6 @@ State = Shard | None  # None: every rank holds the whole value
 
 class IllegalShardingError(Exception):
     """An operation can't work on a divided value; the message says which and why."""
-
-
-def sizes(tensor: Tensor) -> tuple[int | BatchInt, ...]:
-    """Return the dimensions of a value of the whole (undivided) layer."""
-    return tensor.shape
 
 
 def product_of(dims: tuple[int | BatchInt, ...]) -> tuple[int, int]:
