@@ -1,0 +1,240 @@
+"""Why there is no plan, with numbers; and which changes would give one, each shown by solving again."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from planner.cluster import Cluster
+from planner.plan import SCHEDULES
+from planner.solver.branch import Span
+from planner.solver.problem import Problem, Setting
+from planner.solver.request import SolveRequest
+from planner.solver.search import Problems, with_shardings
+from planner.solver.solution import Conflict, Repair
+from planner.solver.space import Space, divisors, tensor_routes
+from planner.units import format_bytes
+
+MAX_REPAIRS = 4
+
+Resolve = Callable[[Cluster, SolveRequest], float | None]  # the step time of a plan, or None
+
+
+def find_conflict(space: Space, problems: Problems) -> Conflict:
+    """Return the constraint that leaves no plan."""
+    least: tuple[int, Setting, list[Span]] | None = None
+    settings = list(_lean_settings(space))
+    if not settings:
+        return _arithmetic(space)
+    limits: list[tuple[float, Setting, Problem]] = []
+    for setting in settings:
+        problem = problems.of(setting)
+        limits.append((_least_peak(problem, float("inf"), exact=False)[0], setting, problem))
+    for bound, setting, problem in sorted(limits, key=lambda item: item[:2]):
+        if least is not None and bound >= least[0]:
+            break
+        peak, spans = _least_peak(problem, float("inf") if least is None else float(least[0]), exact=True)
+        if spans and (least is None or peak < least[0]):
+            least = (int(peak), setting, spans)
+    if least is None:
+        pins = ", ".join(f"{key}={value}" for key, value in (*space.request.pins, *space.request.exclusions))
+        return Conflict(constraint="pins", message=f"no stages of consecutive layers satisfy {pins} together")
+    peak, setting, spans = least
+    problem = problems.of(setting)
+    needs = [_need(problem, s, *span) for s, span in enumerate(spans)]
+    fullest = max(range(len(needs)), key=lambda s: needs[s])
+    names = [layer.name for layer in space.pricer.profile.layers]
+    first, stop = spans[fullest]
+    available = problem.positions[fullest].budget_bytes
+    where = f"layers {names[first]} to {names[stop - 1]}" if stop - first > 1 else f"layer {names[first]}"
+    layout = f"pp {setting.pp_degree} x tp {setting.tp_degree} x dp {setting.dp_degree}, {setting.data_parallel}"
+    return Conflict(
+        constraint="memory",
+        message=(
+            f"the leanest plan ({layout}, microbatch_size {setting.microbatch_size}) needs {format_bytes(peak)} "
+            f"({peak} bytes) per GPU, in stage {fullest} with {where}; the GPUs have {format_bytes(available)} "
+            f"({available} bytes), reserve of {format_bytes(space.pricer.cluster.memory_reserve)} included in both"
+        ),
+        least_peak_bytes=peak,
+        available_bytes=available,
+        layers=tuple(names[first:stop]),
+    )
+
+
+def _lean_settings(space: Space) -> Iterator[Setting]:
+    """Yield the settings that can need least memory: the smallest microbatch under 1f1b, every one under gpipe."""
+    seen = set()
+    for setting in sorted(space.settings(), key=lambda s: (s.microbatch_size, s)):
+        key = (setting.pp_degree, setting.tp_degree, setting.dp_degree, setting.data_parallel)
+        if setting.schedule == SCHEDULES[0]:
+            if key in seen:
+                continue
+            seen.add(key)
+        elif key in seen:
+            continue
+        gpus = space.stage_gpus(setting.pp_degree, setting.tp_degree, setting.dp_degree)
+        routes = tuple(dict.fromkeys(tensor_routes(space.pricer, gpus, setting.tp_degree)))
+        for shardings in space.combinations(setting.tp_degree, setting.microbatch_size, routes)[0]:
+            yield with_shardings(setting, shardings)
+
+
+def _need(problem: Problem, s: int, a: int, b: int) -> int:
+    """Return the least peak bytes of stage [a, b) at position s."""
+    position = problem.positions[s]
+    received = int(position.layers.crossing.received[a, b])
+    return int(position.states.fixed_bytes[a, b]) + position.layers.choices.leanest(a, b, received, position.in_flight)
+
+
+def _least_peak(problem: Problem, limit: float, *, exact: bool) -> tuple[float, list[Span]]:
+    """Return the least over cuts of the fullest stage's bytes, and the stages; a lower bound unless `exact`.
+
+    With `exact`, stages that need `limit` or more are not looked at: (inf, []) where only such are left.
+    """
+    count, stages = problem.num_layers, problem.setting.pp_degree
+    best = np.full(count + 1, np.inf)
+    best[0] = 0.0
+    parents = []
+    for s in range(stages):
+        position = problem.positions[s]
+        table = position.layers
+        needs = (position.states.fixed_bytes + position.in_flight * table.kept_least + table.transient).astype(float)
+        needs = np.where(position.allowed & np.isfinite(best)[:, None], needs, np.inf)
+        if exact:
+            for a, b in zip(*np.nonzero(np.maximum(needs, best[:, None]) < limit), strict=True):
+                needs[a, b] = _need(problem, s, int(a), int(b))
+        through = np.maximum(best[:, None], needs)
+        if exact:
+            through = np.where(through < limit, through, np.inf)
+        parents.append(np.argmin(through, axis=0))
+        best = np.min(through, axis=0)
+    if not np.isfinite(best[count]):
+        return float("inf"), []
+    spans, stop = [], count
+    for s in reversed(range(stages)):
+        first = int(parents[s][stop])
+        spans.append((first, stop))
+        stop = first
+    return float(best[count]), spans[::-1]
+
+
+def _arithmetic(space: Space) -> Conflict:
+    """Return why degrees and batch leave no setting at all."""
+    request, pins, profile = space.request, space.pins, space.pricer.profile
+    batch, num_gpus, num_layers = request.global_batch_size, request.num_gpus, len(profile.layers)
+
+    def pinned(key: str) -> int | None:
+        values = pins.values.get(key, frozenset())
+        return next(iter(values)) if len(values) == 1 else None
+
+    pp, tp, dp = pinned("pp_degree"), pinned("tp_degree"), pinned("dp_degree")
+    rows, m = pinned("microbatch_size"), pinned("num_microbatches")
+    for key, values in pins.values.items():
+        if len(values) > 1:
+            return Conflict(constraint="pins", message=f"{key} is pinned to {' and '.join(map(str, sorted(values)))}")
+    if tp is not None and tp not in space.tp_degrees:
+        known = ", ".join(map(str, space.tp_degrees))
+        return Conflict(
+            constraint="sharding",
+            message=f"no layer of {profile.name!r} has costs for tp_degree {tp}; known degrees are {known}",
+        )
+    if tp is not None and tp > space.pricer.cluster.gpus_per_node and not request.theoretical:
+        return Conflict(
+            constraint="node",
+            message=f"tp_degree {tp} is more than the {space.pricer.cluster.gpus_per_node} GPUs of a node",
+        )
+    if pp is not None and pp > num_layers:
+        return Conflict(constraint="layers", message=f"pp_degree {pp} is more than the {num_layers} layers")
+    if pins.cuts is not None and pp is not None and pp != len(pins.cuts) + 1:
+        return Conflict(
+            constraint="pins", message=f"{len(pins.cuts)} cuts make {len(pins.cuts) + 1} stages, not pp_degree {pp}"
+        )
+    product = (pp or 1) * (tp or 1) * (dp or 1)
+    if num_gpus % product or (None not in (pp, tp, dp) and product != num_gpus):
+        return Conflict(
+            constraint="gpus",
+            message=f"pp_degree x tp_degree x dp_degree is {product} where pinned, which does not make {num_gpus} GPUs",
+        )
+    for key, value in (("num_microbatches", m), ("microbatch_size", rows), ("dp_degree", dp)):
+        if value is not None and batch % value:
+            valid = ", ".join(map(str, divisors(batch)))
+            return Conflict(
+                constraint="batch",
+                message=f"global_batch_size {batch} is not divisible by {key} {value}; valid are {valid}",
+            )
+    degrees = list(space.degrees())
+    if not degrees:
+        largest = min(num_layers, num_gpus)
+        return Conflict(
+            constraint="gpus",
+            message=(
+                f"no pp_degree x tp_degree x dp_degree makes {num_gpus} GPUs with at most {largest} stages of the "
+                f"{num_layers} layers, tp_degree one of {', '.join(map(str, space.tp_degrees))}, and the pins"
+            ),
+        )
+    if not any(batch % dp == 0 for _, _, dp in degrees):
+        ways = ", ".join(sorted({str(dp) for _, _, dp in degrees}, key=int))
+        return Conflict(
+            constraint="batch",
+            message=f"global_batch_size {batch} is not divisible by any dp_degree that makes {num_gpus} GPUs: {ways}",
+        )
+    if all(pp > batch // dp for pp, _, dp in degrees if batch % dp == 0) or (
+        m is not None and space.admits("schedule", "1f1b")
+    ):
+        least = min(pp for pp, _, dp in degrees if batch % dp == 0)
+        return Conflict(
+            constraint="warm-up",
+            message=f"1f1b needs as many microbatches as stages, at least {least} here; "
+            f"global_batch_size {batch} and the pins allow fewer",
+        )
+    return Conflict(
+        constraint="batch",
+        message=f"no microbatch_size x num_microbatches x dp_degree makes global_batch_size {batch} with the pins",
+    )
+
+
+def find_repairs(space: Space, conflict: Conflict, resolve: Resolve) -> tuple[Repair, ...]:
+    """Return changes that give a plan, cheapest for people first; each was solved again by `resolve`."""
+    found: list[Repair] = []
+    for description, cluster, request in _candidates(space, conflict):
+        if len(found) == MAX_REPAIRS:
+            break
+        step_time_s = resolve(cluster, request)
+        if step_time_s is not None:
+            found.append(Repair(description=description, step_time_s=step_time_s))
+    return tuple(found)
+
+
+def _candidates(space: Space, conflict: Conflict) -> Iterator[tuple[str, Cluster, SolveRequest]]:
+    request, cluster = space.request, space.pricer.cluster
+    for pair in request.pins:
+        rest = tuple(other for other in request.pins if other != pair)
+        yield f"leave out --pin {pair[0]}={pair[1]}", cluster, replace(request, pins=rest)
+    for pair in request.exclusions:
+        rest = tuple(other for other in request.exclusions if other != pair)
+        yield f"leave out --exclude {pair[0]}={pair[1]}", cluster, replace(request, exclusions=rest)
+    if conflict.constraint in ("batch", "warm-up"):
+        for factor in divisors(request.num_gpus)[1:]:
+            batch = -(-request.global_batch_size // factor) * factor
+            if batch != request.global_batch_size:
+                yield f"--global-batch-size {batch}", cluster, replace(request, global_batch_size=batch)
+    if conflict.constraint in ("gpus", "batch", "layers"):
+        for num_gpus in reversed(range(max(1, request.num_gpus - 8), request.num_gpus)):
+            yield f"--gpus {num_gpus}", cluster, replace(request, num_gpus=num_gpus)
+    if conflict.constraint == "memory" and conflict.least_peak_bytes is not None:
+        needed = conflict.least_peak_bytes
+        gpus = {name: gpu.model_copy(update={"memory": needed}) for name, gpu in cluster.gpus.items()}
+        yield (
+            f"GPUs with {format_bytes(needed)} ({needed} bytes) of memory",
+            cluster.model_copy(update={"gpus": gpus}),
+            request,
+        )
+        for factor in (2, 4, 8):
+            num_gpus = factor * request.num_gpus
+            groups = cluster.node_groups
+            while sum(group.count * group.gpus_per_node for group in groups) < num_gpus:
+                groups = (*groups, *groups)
+            yield (
+                f"--gpus {num_gpus}",
+                cluster.model_copy(update={"node_groups": groups}),
+                replace(request, num_gpus=num_gpus),
+            )

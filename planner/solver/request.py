@@ -1,0 +1,118 @@
+"""What is asked of the solver: the step to plan for, and the decisions people have taken already (pins, exclusions)."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from planner.errors import UsageError
+from planner.model_profile import ModelProfile
+from planner.plan import DATA_PARALLEL_MODES, SCHEDULES, Optimizer, Precision
+
+COUNTS = ("pp_degree", "tp_degree", "dp_degree", "microbatch_size", "num_microbatches")
+WORDS: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "data_parallel": DATA_PARALLEL_MODES}
+KEYS = (*COUNTS, *WORDS, "recompute", "cuts", "stage:LAYER")
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolveRequest:
+    """The problem: GPUs, the optimizer step, and constraints as (key, value) texts.
+
+    Keys: pp_degree, tp_degree, dp_degree, microbatch_size, num_microbatches, schedule, data_parallel,
+    recompute ('none', 'all', or layers separated by commas), cuts (the first layer of every stage but the first),
+    stage:LAYER (the index of the stage that holds the layer). An exclusion rules its value out; `recompute` and `cuts`
+    then rule out every layer named. `theoretical` lifts tp_degree <= GPUs per node.
+    """
+
+    num_gpus: int
+    global_batch_size: int
+    optimizer: Optimizer = "adamw"
+    precision: Precision = "fp32"
+    pins: tuple[Pair, ...] = ()
+    exclusions: tuple[Pair, ...] = ()
+    top: int = 3
+    time_limit_s: float | None = None
+    theoretical: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "global_batch_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}, less than 1", hint="give a positive number")
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """Pins or exclusions, read: values by key, layers by index."""
+
+    values: dict[str, frozenset[int]] = field(default_factory=dict)
+    words: dict[str, frozenset[str]] = field(default_factory=dict)
+    recompute: Literal["free", "none", "all", "named"] = "free"
+    recomputed: frozenset[int] = frozenset()
+    cuts: tuple[int, ...] | None = None
+    stages: tuple[tuple[int, int], ...] = ()
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known[:12])}" + (", ..." * (len(known) > 12))
+
+
+def _layer(profile: ModelProfile, name: str, what: str) -> int:
+    names = [layer.name for layer in profile.layers]
+    if name not in names:
+        raise UsageError(
+            f"{what} names layer {name!r}, which {profile.name!r} does not have", hint=_nearest(name, names)
+        )
+    return names.index(name)
+
+
+def _count(text: str, what: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{what}={text} is no count of at least {least}", hint=f"write it like {what}={max(least, 2)}")
+    return int(text)
+
+
+def read_pins(pairs: Sequence[Pair], profile: ModelProfile, option: str) -> Pins:
+    """Return constraints by meaning; UsageError names an unknown key, value or layer and the nearest known one."""
+    values: dict[str, frozenset[int]] = {}
+    words: dict[str, frozenset[str]] = {}
+    recompute: Literal["free", "none", "all", "named"] = "free"
+    recomputed: frozenset[int] = frozenset()
+    cuts: tuple[int, ...] | None = None
+    stages: list[tuple[int, int]] = []
+    for key, value in pairs:
+        what = f"{option} {key}"
+        if key in COUNTS:
+            values[key] = values.get(key, frozenset()) | {_count(value, what)}
+        elif key in WORDS:
+            if value not in WORDS[key]:
+                raise UsageError(f"{what}={value} is not known", hint=_nearest(value, WORDS[key]))
+            words[key] = words.get(key, frozenset()) | {value}
+        elif key == "recompute" and value in ("none", "all"):
+            recompute = "none" if value == "none" else "all"
+        elif key == "recompute":
+            recompute = "named"
+            recomputed |= {_layer(profile, name.strip(), what) for name in value.split(",")}
+        elif key == "cuts":
+            names = [name.strip() for name in value.split(",")]
+            indices = [_layer(profile, name, what) for name in names]
+            for position, index in enumerate(indices):
+                if index == 0:
+                    raise UsageError(
+                        f"{what} names {names[position]!r}, the first layer: stage 0 would be empty",
+                        hint="a cut names the first layer of a later stage",
+                    )
+                if index in indices[:position]:
+                    raise UsageError(
+                        f"{what}: duplicate cut {names[position]!r} would make an empty stage",
+                        hint="name each first layer once",
+                    )
+            cuts = tuple(sorted({*(cuts or ()), *indices}))
+        elif key.startswith("stage:"):
+            layer = _layer(profile, key.removeprefix("stage:"), what)
+            stages.append((layer, _count(value, what, least=0)))
+        else:
+            raise UsageError(f"{option} {key}={value}: unknown key {key!r}", hint=_nearest(key, KEYS))
+    return Pins(values, words, recompute, recomputed, cuts, tuple(stages))

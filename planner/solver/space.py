@@ -1,0 +1,208 @@
+"""The outer search space: every setting of degrees, microbatches, schedule, data parallelism and sharding.
+
+Constraints have names, which an infeasible problem quotes:
+
+    gpus          pp_degree * tp_degree * dp_degree = num_gpus
+    batch         microbatch_size * num_microbatches * dp_degree = global_batch_size
+    layers        pp_degree <= number of layers
+    sharding      tp_degree > 1 needs a layer with costs at that degree; tied parameters are divided the same way
+    node          tp_degree <= GPUs of a node
+    warm-up       num_microbatches >= pp_degree for 1f1b
+    pins          what people fixed or excluded
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from planner.cost.communication import Route
+from planner.cost.evaluate import Pricer
+from planner.cost.layers import REPLICATED, LayerNumbers, parameter_sharding, tie_conflict
+from planner.plan import DATA_PARALLEL_MODES, SCHEDULES
+from planner.solver.problem import Setting
+from planner.solver.request import Pins, SolveRequest
+
+MAX_COMBINATIONS = 256
+
+Shardings = tuple[tuple[str, str], ...]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors in ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The problem's constraints, from which settings are drawn."""
+
+    pricer: Pricer
+    request: SolveRequest
+    pins: Pins
+    exclusions: Pins
+
+    def admits(self, key: str, value: int | str) -> bool:
+        """Return whether pins and exclusions leave a decision this value."""
+        pinned = (self.pins.values if isinstance(value, int) else self.pins.words).get(key)
+        ruled_out = (self.exclusions.values if isinstance(value, int) else self.exclusions.words).get(key, frozenset())
+        return (pinned is None or value in pinned) and value not in ruled_out
+
+    @property
+    def tp_degrees(self) -> list[int]:
+        """Degrees at which some layer has costs, 1 included, whatever is pinned."""
+        known = {1}
+        for layer_class in self.pricer.profile.layer_classes:
+            known |= {
+                s.tp_degree for s in layer_class.shardings if self.has_cost(layer_class.name, s.name, s.tp_degree)
+            }
+        return sorted(known)
+
+    def has_cost(self, class_name: str, sharding: str, tp_degree: int) -> bool:
+        """Return whether the profile has costs of a class at that degree and sharding."""
+        layer_class = next(c for c in self.pricer.profile.layer_classes if c.name == class_name)
+        return any(cost.sharding == sharding and cost.tp_degree == tp_degree for cost in layer_class.costs)
+
+    def degrees(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (pp_degree, tp_degree, dp_degree) that constraints gpus, layers, sharding, node and pins leave."""
+        num_gpus, num_layers = self.request.num_gpus, len(self.pricer.profile.layers)
+        largest = num_gpus if self.request.theoretical else self.pricer.cluster.gpus_per_node
+        for tp in self.tp_degrees:
+            if num_gpus % tp or tp > largest or not self.admits("tp_degree", tp):
+                continue
+            for pp in divisors(num_gpus // tp):
+                dp = num_gpus // tp // pp
+                if pp > num_layers or not (self.admits("pp_degree", pp) and self.admits("dp_degree", dp)):
+                    continue
+                if self.pins.cuts is not None and len(self.pins.cuts) + 1 != pp:
+                    continue
+                if any(stage >= pp for _, stage in self.pins.stages):
+                    continue
+                yield pp, tp, dp
+
+    def settings(self) -> Iterator[Setting]:
+        """Yield every setting but for the choice of sharding, which is left empty."""
+        for pp, tp, dp in self.degrees():
+            if self.request.global_batch_size % dp:
+                continue
+            schedules = [s for s in SCHEDULES if self.admits("schedule", s)]
+            modes = [d for d in DATA_PARALLEL_MODES if self.admits("data_parallel", d)]
+            # One stage runs the same whatever the schedule, and holds less under 1f1b; one replica shards nothing.
+            schedules = schedules[:1] if pp == 1 else schedules
+            modes = modes[:1] if dp == 1 else modes
+            per_replica = self.request.global_batch_size // dp
+            for rows in divisors(per_replica):
+                m = per_replica // rows
+                if not (self.admits("microbatch_size", rows) and self.admits("num_microbatches", m)):
+                    continue
+                for schedule in schedules:
+                    if schedule == "1f1b" and m < pp:
+                        continue
+                    for mode in modes:
+                        yield Setting(
+                            pp_degree=pp,
+                            tp_degree=tp,
+                            num_microbatches=m,
+                            schedule_rank=SCHEDULES.index(schedule),
+                            data_parallel_rank=DATA_PARALLEL_MODES.index(mode),
+                            shardings=(),
+                            dp_degree=dp,
+                            microbatch_size=rows,
+                            schedule=schedule,
+                            data_parallel=mode,
+                        )
+
+    def stage_gpus(self, pp: int, tp: int, dp: int) -> list[tuple[int, ...]]:
+        """Return the GPUs of every stage: blocks of consecutive ranks, tensor-parallel index fastest."""
+        size = tp * dp
+        return [tuple(range(stage * size, (stage + 1) * size)) for stage in range(pp)]
+
+    def combinations(self, tp: int, rows: int, routes: Sequence[Route]) -> tuple[list[Shardings], bool]:
+        """Return the choices of sharding per layer class worth trying, and whether these are all.
+
+        A candidate that another one of its class equals or beats in every number is left out, unless it divides a
+        shared parameter otherwise. Classes left out of a choice are replicated.
+        """
+        if tp == 1:
+            return [()], True
+        profile = self.pricer.profile
+        options: list[list[str]] = []
+        for layer_class in profile.layer_classes:
+            names = [REPLICATED] + [
+                s.name
+                for s in layer_class.shardings
+                if s.tp_degree == tp and self.has_cost(layer_class.name, s.name, tp)
+            ]
+            options.append(self._undominated(layer_class.name, names, tp, rows, routes))
+        found: list[Shardings] = []
+        for chosen in product(*options):
+            shardings = tuple(
+                (layer_class.name, name)
+                for layer_class, name in zip(profile.layer_classes, chosen, strict=True)
+                if name != REPLICATED
+            )
+            if shardings and self._ties_agree(tp, dict(shardings)):
+                found.append(shardings)
+        found.sort(key=lambda shardings: (-len(shardings), shardings))
+        return found[:MAX_COMBINATIONS], len(found) <= MAX_COMBINATIONS
+
+    def _ties_agree(self, tp: int, shardings: Mapping[str, str]) -> bool:
+        by_layer = {
+            index: shardings.get(layer.layer_class, REPLICATED)
+            for index, layer in enumerate(self.pricer.profile.layers)
+        }
+        return all(tie_conflict(self.pricer.profile, shared, tp, by_layer) is None for shared in self.pricer.shared)
+
+    def _undominated(
+        self, class_name: str, names: Sequence[str], tp: int, rows: int, routes: Sequence[Route]
+    ) -> list[str]:
+        def numbers(name: str) -> list[float]:
+            priced = [self.pricer.numbers(class_name, rows, tp, name, route) for route in routes]
+            return [value for found in priced for value in _comparable(found)]
+
+        def divides(name: str) -> list[object]:
+            return [
+                parameter_sharding(self.pricer.profile, layer, parameter, tp, name)
+                for shared in self.pricer.shared
+                for layer, parameter in shared.names
+                if self.pricer.profile.layers[layer].layer_class == class_name
+            ]
+
+        kept: list[str] = []
+        for name in sorted(names, key=lambda name: (numbers(name), names.index(name))):
+            beaten = any(
+                divides(other) == divides(name)
+                and all(a <= b for a, b in zip(numbers(other), numbers(name), strict=True))
+                for other in kept
+            )
+            if not beaten:
+                kept.append(name)
+        return kept
+
+
+def _comparable(numbers: LayerNumbers) -> list[float]:
+    """Return everything that a plan's time and memory grow with."""
+    return [
+        numbers.recompute_s,
+        numbers.backward_s + numbers.backward_comm_s,
+        numbers.activation_bytes,
+        numbers.saved_input_bytes,
+        numbers.saved_output_bytes,
+        numbers.transient_bytes,
+        numbers.trainable,
+        numbers.trainable + numbers.frozen,
+        numbers.partial,
+    ]
+
+
+def tensor_routes(pricer: Pricer, gpus: Sequence[tuple[int, ...]], tp: int) -> list[Route]:
+    """Return the tensor-parallel route of every stage."""
+    return [pricer.tensor_route(stage, tp) for stage in gpus]
+
+
+def least_route(routes: Sequence[Route]) -> Route:
+    """Return a route at least as fast as each."""
+    return Route(max(r.bandwidth_bytes_per_s for r in routes), min(r.latency_s for r in routes))
+
+
+__all__ = ["Setting", "Shardings", "Space", "divisors", "least_route", "tensor_routes"]

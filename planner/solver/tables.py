@@ -1,0 +1,198 @@
+"""Prices of every candidate stage [a, b) at once, as arrays indexed [a, b] with 0 <= a < b <= num_layers.
+
+The numbers are those of `planner.cost`, from the same layer tables; only sums over layers become differences of prefix
+sums. What a candidate plan costs is still said by `cost.evaluate`: the solver reads bounds from here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Gpu
+from planner.cost.communication import Route, collective_s
+from planner.cost.evaluate import Pricer
+from planner.cost.layers import LayerNumbers
+from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
+from planner.model_profile import Collective
+from planner.solver.recompute import RecomputeChoices
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+def prefix_sums(values: Sequence[float]) -> Floats:
+    """Return the sums of the first 0, 1, ... values."""
+    return np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
+
+
+def _prefix_ints(values: Sequence[int]) -> Ints:
+    return np.array([0, *accumulate(values)], dtype=np.int64)
+
+
+def differences(prefix: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Return prefix[b] - prefix[a] as an array [a, b]."""
+    return prefix[None, :] - prefix[:, None]  # type: ignore[operator]
+
+
+def running_max(values: Ints) -> Ints:
+    """Return max(values[a:b]) as an array [a, b]; 0 where b <= a."""
+    count = len(values)
+    table = np.zeros((count + 1, count + 1), dtype=np.int64)
+    for first in range(count):
+        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What candidate stages receive and buffer, and the edges by the cuts they cross, for one microbatch size."""
+
+    received: Ints
+    buffers: Ints
+    inputs: tuple[int, ...]
+    edges: tuple[tuple[int, tuple[int, ...], int, bool], ...]
+    """(producer, consumers, bytes, needs_grad)"""
+
+    @classmethod
+    def of(cls, pricer: Pricer, rows: int) -> "Crossing":
+        """Return the crossings of a profile's edges for a microbatch of `rows`."""
+        count = len(pricer.profile.layers)
+        received = np.zeros((count + 1, count + 1), dtype=np.int64)
+        received_grad, sent, sent_grad = received.copy(), received.copy(), received.copy()
+        edges = []
+        for edge in pricer.profile.edges:
+            num_bytes = edge.num_bytes(rows)
+            edges.append((edge.producer, edge.consumers, num_bytes, edge.needs_grad))
+            for first in range(edge.producer + 1, edge.consumers[-1] + 1):
+                consumer = next(c for c in edge.consumers if c >= first)
+                received[first, consumer + 1 :] += num_bytes
+                received_grad[first, consumer + 1 :] += num_bytes if edge.needs_grad else 0
+            sent[: edge.producer + 1, edge.producer + 1 : edge.consumers[-1] + 1] += num_bytes
+            if edge.needs_grad:
+                sent_grad[: edge.producer + 1, edge.producer + 1 : edge.consumers[-1] + 1] += num_bytes
+        buffers = received + sent + 2 * sent_grad + received_grad
+        return cls(received, buffers, pricer.inputs(rows), tuple(edges))
+
+
+class LayerTable:
+    """Layer numbers at one microbatch size, tensor-parallel degree, sharding and route, summed over stages."""
+
+    def __init__(
+        self,
+        pricer: Pricer,
+        crossing: Crossing,
+        rows: int,
+        tp_degree: int,
+        shardings: dict[str, str],
+        route: Route,
+        allowed: Sequence[tuple[bool, ...]],
+    ) -> None:
+        self.layers: tuple[LayerNumbers, ...] = pricer.layer_table(rows, tp_degree, shardings, route)
+        layers, count = self.layers, len(self.layers)
+        self.route = route
+        self.crossing = crossing
+        self.forward = np.array([layer.forward_s + layer.forward_comm_s for layer in layers])
+        self.backward = np.array([layer.backward_s + layer.backward_comm_s for layer in layers])
+        self.remake = np.array([layer.recompute_s for layer in layers])
+        self.forward_sum = prefix_sums(self.forward.tolist())
+        self.backward_sum = prefix_sums(self.backward.tolist())
+        self.partial_sum = _prefix_ints([layer.partial for layer in layers])
+        self.trainable = np.asarray(differences(_prefix_ints([layer.trainable for layer in layers])), dtype=np.int64)
+        self.frozen = np.asarray(differences(_prefix_ints([layer.frozen for layer in layers])), dtype=np.int64)
+        for readers, is_trainable, elements in pricer.repeats(tp_degree, shardings):
+            inside = np.asarray(
+                differences(_prefix_ints([1 if index in readers else 0 for index in range(count)])), dtype=np.int64
+            )
+            held = self.trainable if is_trainable else self.frozen
+            held -= np.maximum(inside - 1, 0) * elements
+        np.maximum(self.trainable, 0, out=self.trainable)
+        np.maximum(self.frozen, 0, out=self.frozen)
+        self.largest = running_max(np.array([layer.trainable for layer in layers], dtype=np.int64))
+        self.transient = running_max(np.array([layer.transient_bytes for layer in layers], dtype=np.int64))
+        self.allowed = allowed
+        inputs = crossing.inputs
+        self.kept_all = self._kept(0, [layer.activation_bytes for layer in layers], remade=False)
+        self.kept_least = self._kept(
+            0, [0 if True in allowed[i] else layers[i].activation_bytes for i in range(count)], remade=True
+        )
+        # What recomputing layer l can save at most, per second: act_l, its saved output, its saved inputs.
+        saved = np.array(
+            [
+                layer.activation_bytes
+                + layer.saved_output_bytes
+                + max(0, layer.saved_input_bytes - min(layer.saved_input_bytes, inputs[index]))
+                if True in allowed[index]
+                else 0
+                for index, layer in enumerate(layers)
+            ],
+            dtype=np.float64,
+        )
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(saved > 0, saved / self.remake, 0.0)
+        self.best_ratio = np.zeros((count + 1, count + 1))
+        for first in range(count):
+            self.best_ratio[first, first + 1 :] = np.maximum.accumulate(ratio[first:])
+        self.choices = RecomputeChoices(layers, inputs, allowed, [layer.layer_class for layer in pricer.profile.layers])
+        forced = [self.remake[i] if allowed[i] == (True,) else 0.0 for i in range(count)]
+        self.forced_sum = prefix_sums(forced)
+        self.any_forced = any(allowed[i] == (True,) for i in range(count))
+
+    def _kept(self, received: int, own: Sequence[int], *, remade: bool) -> Ints:
+        """Return the activation bytes with nothing recomputed, or a lower bound of any choice (`remade`)."""
+        layers, count, inputs = self.layers, len(self.layers), self.crossing.inputs
+        between = [0] * count
+        for index in range(1, count):
+            saved = layers[index].saved_input_bytes
+            if remade:
+                between[index] = min(saved, inputs[index])
+            else:
+                between[index] = max(layers[index - 1].saved_output_bytes, saved)
+        sums = _prefix_ints([a + b for a, b in zip(own, between, strict=True)])
+        kept = np.asarray(differences(sums), dtype=np.int64) - np.array([*between, 0], dtype=np.int64)[:, None]
+        first = np.array([*(0 if remade else layer.saved_input_bytes for layer in layers), 0], dtype=np.int64)
+        kept += np.maximum(self.crossing.received, first[:, None])
+        if not remade:
+            kept += np.array([0, *(layer.saved_output_bytes for layer in layers)], dtype=np.int64)[None, :]
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class StateTable:
+    """What a candidate stage holds and does once per step: bytes, and seconds before and after the microbatches."""
+
+    fixed_bytes: Ints
+    ready_s: Floats
+    tail_s: Floats
+
+    @classmethod
+    def of(
+        cls, table: LayerTable, rules: StateRules, gpu: Gpu, tp_degree: int, dp_route: Route, reserve_bytes: int
+    ) -> "StateTable":
+        """Return the state table of a layer table; the formulas are those of `cost.stage`, applied to arrays."""
+        trainable, total = table.trainable, table.trainable + table.frozen
+        fixed = rules.param_bytes(total) + rules.grad_bytes(trainable) + rules.optimizer_bytes(trainable)
+        fixed = fixed + rules.bucket_bytes(table.largest) + table.crossing.buffers + reserve_bytes
+        sharded = rules.num_shards > 1
+
+        def ring(kind: Collective, num_bytes: Floats, ranks: int, route: Route) -> Floats:
+            """Return the seconds of a collective on an array of sizes: linear in bytes but for the latency."""
+            per_byte = collective_s(kind, 1.0, ranks, Route(route.bandwidth_bytes_per_s, 0.0))
+            latency = collective_s(kind, 1.0, ranks, Route(float("inf"), route.latency_s))
+            return np.where(num_bytes > 0, per_byte * num_bytes + latency, 0.0)
+
+        width = rules.grad_bytes_per_element
+        grads = trainable.astype(np.float64) * width
+        partial = np.asarray(differences(table.partial_sum), dtype=np.float64) * width
+        tail = ring("reduce_scatter" if sharded else "all_reduce", grads, rules.dp_degree, dp_route)
+        tail = tail + ring("all_reduce", np.maximum(partial, 0.0), tp_degree, table.route)
+        tail = tail + grads * (optimizer_s(1.0, rules, gpu) / width)
+        ready = total.astype(np.float64) * cast_s(1.0, rules, gpu)
+        if sharded:
+            ready = ready + ring(
+                "all_gather", total.astype(np.float64) * WORKING_BYTES[rules.precision], rules.dp_degree, dp_route
+            )
+        return cls(np.asarray(fixed, dtype=np.int64), ready, tail)
