@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import CaptureError, VerifyError
-from planner.runner.failures import died, first_cause, main_thread, raised, silent
+from planner.runner.failures import died, failure_error, first_cause, main_thread, raised, silent
 from planner.runner.pool import WorkerPool
 from planner.runner.rank import RankContext
 
@@ -275,6 +275,18 @@ def test_a_lost_peer_is_never_the_first_cause() -> None:
     assert first_cause([lost, dead, aborted, asleep]) is dead
     assert first_cause([lost, aborted, asleep]) is asleep
     assert first_cause([lost, aborted]) is aborted
+
+
+def test_the_other_ranks_are_told_in_a_line_each() -> None:
+    own = [raised(rank, 1.0 + rank, "ValueError", "bad", "", f"traceback {rank}\n", "") for rank in (0, 2)]
+    lost = [raised(rank, 0.5, "RuntimeError", "gloo/x: Connection closed by peer", "", "", "") for rank in (1, 3)]
+    other = raised(4, 9.0, "KeyError", "y" * 500, "", "", "")
+    lines = failure_error([*lost, *own, other]).message.splitlines()
+    assert lines[:3] == ["rank 0 raised ValueError: bad", "traceback 0", "  also: the same on rank 2"]
+    assert lines[3].startswith("  also: rank 4 raised KeyError: yyy")
+    assert lines[4] == "  also: ranks 1, 3 lost a peer"
+    assert len(lines) == 5
+    assert max(map(len, lines)) < 250
 
 
 def test_the_stack_of_the_main_thread_is_the_last_of_a_dump() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from planner.errors import VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
 from planner.runner.batches import Batch, make_batches
-from planner.runner.double import build_exact, exact_arithmetic
+from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
 from planner.runner.exact_job import TOLERANCE, Comparison, ExactJob
 from planner.runner.rank import RankContext
 
@@ -93,7 +93,6 @@ def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Compariso
     """Return, on rank 0, the largest difference of the loss and the comparison of every parameter; None elsewhere."""
     model_file = load_model_file(job.model_spec, inputs=job.inputs_function)
     plan = import_plan(job.plan_path)
-    plan.PLAN["precision"] = "fp32"  # what is compared is in float64
     reference = torch.load(job.reference_path, weights_only=False, mmap=True)
     batches: list[Batch] = reference["batches"]
     inputs: list[Any] = []
@@ -104,7 +103,9 @@ def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Compariso
         inputs.extend(batch.inputs_of_step(model) for batch in batches)
         return model
 
-    runtime = plan.setup(build, model_file.loss_fn, device="cpu")
+    torch.manual_seed(BUILD_SEED)  # the same on every rank, as `setup` asks
+    # "fp32" computes in the dtype that the model is built in: float64
+    runtime = plan.setup(build, model_file.loss_fn, device="cpu", precision="fp32")
     worst: dict[str, Comparison] = {}
     _compare(worst, runtime.full_parameters(), reference["parameters"], 0, _compare_initial)
     optimizer = torch.optim.AdamW(runtime.parameters(), lr=LEARNING_RATE, foreach=True)

@@ -19,6 +19,7 @@ _FOLLOWS_FROM_A_PEER = re.compile(
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 MAX_FRAMES = 12
+MAX_LINE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +100,34 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
 def failure_error(failures: Sequence[Failure]) -> PlannerError:
     """Return the error to raise for the failures of a job: the first cause in full, the others in a line each."""
     cause = first_cause(failures)
-    others = [
-        f"  also: {failure.summary.splitlines()[0]}"
-        for failure in sorted(failures, key=lambda failure: failure.rank)
-        if failure is not cause and not (cause.error_class and failure.summary == cause.summary)
+    others = sorted((failure for failure in failures if failure is not cause), key=lambda failure: failure.rank)
+    alike = [failure.rank for failure in others if _without_rank(failure) == _without_rank(cause)]
+    lost = [failure.rank for failure in others if failure.follows and not failure.silent and failure.rank not in alike]
+    lines = [
+        f"  also: {_shortened(failure.summary.splitlines()[0])}"
+        for failure in others
+        if failure.rank not in alike and failure.rank not in lost
     ]
-    message = "\n".join(part for part in (cause.summary, cause.details.rstrip(), *others) if part)
+    if alike:
+        lines.insert(0, f"  also: the same on {_ranks(alike)}")
+    if lost:
+        lines.append(f"  also: {_ranks(lost)} lost a peer")
+    message = "\n".join(part for part in (cause.summary, cause.details.rstrip(), *lines) if part)
     error_class = getattr(errors, cause.error_class) if cause.error_class else VerifyError
     error: PlannerError = error_class(cause.summary if cause.error_class else message, hint=cause.hint)
     return error
+
+
+def _without_rank(failure: Failure) -> str:
+    return failure.summary.removeprefix(f"rank {failure.rank} ")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}..."
 
 
 def main_thread(stack: str) -> str:

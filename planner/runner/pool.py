@@ -176,6 +176,7 @@ class WorkerPool:
                 "OMP_NUM_THREADS": "1",
                 "MKL_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",  # a process that touched CUDA can't be forked
             }
             with theirs:
                 self._template = subprocess.Popen(

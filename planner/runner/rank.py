@@ -165,11 +165,15 @@ def _describe(error: BaseException) -> dict[str, Any]:
     traceback_ = error.__traceback__
     shown = traceback_.tb_next if traceback_ is not None and traceback_.tb_next is not None else traceback_
     planner_error = isinstance(error, PlannerError)
+    # the errors of an emitted plan carry their hint as a last line
+    message, _, hint = (str(error) or "(no message)")[:MAX_TEXT].partition("\nhint: ")
+    if isinstance(error, PlannerError):
+        hint = error.hint
     return {
         "time_s": time.monotonic(),
         "kind": type(error).__name__,
-        "message": (str(error) or "(no message)")[:MAX_TEXT],
-        "hint": error.hint if isinstance(error, PlannerError) else "the rank's traceback is above",
+        "message": message,
+        "hint": hint or "the rank's traceback is above",
         "details": "".join(traceback.format_exception(type(error), error, shown))[-MAX_TEXT:],
         "error_class": type(error).__name__ if planner_error else "",
     }
