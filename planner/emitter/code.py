@@ -218,7 +218,7 @@ def _stage_statements(stage: StageCode, program: Program, recomputed: set[str]) 
             position += 1
             continue
         first, last = run.nodes[0], run.nodes[-1]
-        name = _loop_name(run, taken)
+        name = _loop_name(taken)
         lines.append(f"{name} = {renderer.argument(_rename(first.args[0], renamed))}")
         lines.append(f'for layer in layers(self, "{run.prefix}", {run.start}, {run.stop}):')
         rest = [renderer.argument(_rename(item, renamed)) for item in first.args[1:]]
@@ -304,13 +304,11 @@ def _numbered_target(node: Node) -> tuple[str, int | None]:
     )
 
 
-def _loop_name(run: _Run, taken: set[str]) -> str:
-    base = run.prefix.rpartition(".")[2]
-    base = {"h": "hidden"}.get(base, f"{base}_output") if base in ("h", "layers", "blocks") else base
-    name, count = base, 1
+def _loop_name(taken: set[str]) -> str:
+    name, count = "hidden", 1
     while name in taken:
         count += 1
-        name = f"{base}_{count}"
+        name = f"hidden_{count}"
     taken.add(name)
     return name
 
@@ -352,9 +350,13 @@ def _runs_of_names(names: Iterable[str]) -> Iterator[tuple[str, int, int] | str]
 
 
 def _numbered(names: tuple[str, ...]) -> str:
+    items = list(_runs_of_names(names))
+    if len(items) == 1 and not isinstance(items[0], str):
+        prefix, start, stop = items[0]
+        return f'tuple(f"{prefix}.{{index}}" for index in range({start}, {stop}))'
     parts = [
         f'"{item}"' if isinstance(item, str) else f'*(f"{item[0]}.{{index}}" for index in range({item[1]}, {item[2]}))'
-        for item in _runs_of_names(names)
+        for item in items
     ]
     return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
 

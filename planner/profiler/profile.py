@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.cluster import Gpu, read_gpu
-from planner.errors import ProfileError, UsageError
+from planner.errors import UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding
 from planner.profiler.blocks import select_calls
@@ -19,6 +20,7 @@ from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.classes import OpenedClass, open_class, shardings_of
 from planner.profiler.execute import Target, outside_results, run_derived
 from planner.profiler.fake import model_dtype
+from planner.profiler.hints import compare_with_tp_plan
 from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import (
     Segment,
@@ -33,7 +35,7 @@ from planner.profiler.modules import ModuleSource
 from planner.profiler.recorder import Call
 from planner.profiler.segment import SegmentRunner
 from planner.profiler.segments import divided_nodes
-from planner.program import Program, Ref, leaves
+from planner.program import Program
 
 Progress = Callable[[str, int, int], None]
 
@@ -118,8 +120,16 @@ def profile_model(
         edges=tuple(make_edges(program, segments, derived)),
         program=program,
         input_only_values=tuple(sorted(derived - set(program.inputs))),
-        notes=captured.notes,
+        notes=(*captured.notes, *_hint_notes(captured, classes)),
     )
+
+
+def _hint_notes(captured: Capture, classes: list[_Class]) -> list[str]:
+    notes: dict[str, None] = {}
+    for item in classes:
+        for sharding in item.shardings:
+            notes.update(dict.fromkeys(compare_with_tp_plan(captured.model, item.segment.module, sharding)))
+    return list(notes)
 
 
 def _classes(
@@ -204,7 +214,7 @@ class _Pricer:
             tensors |= input_tensors(nn.Module(), (), {"target": self._file.example_target(rows)})
         values = {name: self._place(tensor) for name, tensor in tensors.items()}
         target = Target(rows, self._device, self.dtype)
-        with self._fake_mode or _Nothing():
+        with self._fake_mode or nullcontext():
             return run_derived(
                 self._program,
                 self._derived,
@@ -244,12 +254,6 @@ class _Pricer:
     def _made_anew(self, node: Any) -> bool:
         writes = list(node.writes())
         return bool(writes) and all(name in self._derived for name in writes)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def _flops_per_row(costs: list[LayerCost]) -> float:
@@ -307,6 +311,3 @@ def _provenance(
 
 def _is_float(captured: Capture, name: str) -> bool:
     return captured.tensors[captured.inputs[name]].dtype.startswith(("float", "bfloat"))
-
-
-__all__ = ["ProfileError", "Ref", "leaves", "profile_model"]
