@@ -353,6 +353,267 @@ def train(folder: Path, **options: Any) -> dict[str, Any]:
     return result
 
 
+def set_up(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return what differs from one process's model after setup, and whether this rank keeps more than its part."""
+    plan = load_plan(folder, **options)
+    torch.manual_seed(11)
+    runtime = plan.setup(build_double, loss_fn)
+    after = torch.rand(1).item()
+    torch.manual_seed(11)
+    model = build_double()
+    held = [tensor for part in runtime.modules for tensor in [*part.parameters(), *part.buffers()]]
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held]
+    result: dict[str, Any] = {
+        "random_state_is_the_users": after == torch.rand(1).item(),
+        "spare_bytes": sum(x.untyped_storage().nbytes() - x.numel() * x.element_size() for x in local),
+        "names": sorted(name for name, _ in runtime.named_parameters()),
+        "rows": [[rows.start, rows.stop] for rows in runtime.rows],
+    }
+    for kind in ("parameters", "buffers"):
+        found = getattr(runtime, f"full_{kind}")()
+        if found is not None:
+            wanted = dict(getattr(model, f"named_{kind}")(remove_duplicate=False))
+            result[kind] = [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])]
+            result[f"num_{kind}"] = len(found)
+    return result
+
+
+def initialize(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+    if isinstance(module, Transformer):
+        nn.init.normal_(module.position)
+
+
+class Unbuildable(GPT):
+    """Fails where its parameters have memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert all(param.is_meta for param in self.parameters())
+
+
+def fill(folder: Path, *, how: str, leave_out: str = "", **options: Any) -> dict[str, Any]:
+    """Return checksums of a model that was built without memory and filled, or the error."""
+    plan = load_plan(folder, **options)
+    torch.manual_seed(3)
+    saved = {name: tensor for name, tensor in GPT().state_dict().items() if name != leave_out}
+    torch.manual_seed(4)
+
+    def partial(module: nn.Module) -> None:
+        initialize(module)
+        if leave_out and hasattr(module, "position"):
+            module.position[1:3] = float("nan")
+
+    path = folder / f"checkpoint_{os.getpid()}.pt"
+    torch.save(saved, path)
+    given: dict[str, dict[str, Any]] = {
+        "initialize": {"initialize": partial},
+        "file": {"checkpoint": path},
+        "mapping": {"checkpoint": saved},
+        "both": {"checkpoint": saved, "initialize": initialize},
+    }
+    try:
+        runtime = plan.setup(Unbuildable, loss_fn, **given[how])
+    except plan.PlanError as error:
+        return {"error": str(error)}
+    finally:
+        path.unlink()
+    runtime.step(*batch(4 * options.get("dp", 1), 0))
+    found = {**(runtime.full_parameters() or {}), **(runtime.full_buffers() or {})}
+    return {
+        "sums": {name: tensor.double().sum().item() for name, tensor in found.items()},
+        "saved": {name: tensor.double().sum().item() for name, tensor in saved.items()},
+        "scale": GPT().transformer.scale.double().sum().item(),
+    }
+
+
+def refuse(folder: Path, *, what: str, **options: Any) -> dict[str, str]:
+    """Return the error that something wrong gives."""
+    plan = load_plan(folder, **options)
+    torch.manual_seed(dist.get_rank() if what == "seeds" else 0)
+    ids, target = batch(4, 0)
+    try:
+        runtime = plan.setup(
+            GPT, (lambda *_: torch.tensor(float("nan"), requires_grad=True)) if what == "nan" else loss_fn
+        )
+        match what:
+            case "rows":
+                runtime.step(ids[:3], target[:3])
+            case "target":
+                runtime.step(ids, target[:3])
+            case "length":
+                runtime.step(ids[:, :4], target[:, :4])
+            case "name":
+                runtime.step({"id": ids}, target)
+            case "extra":
+                runtime.step({"ids": ids, "mask": ids}, target)
+            case "nan":
+                runtime.step(ids, target)
+    except plan.PlanError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def fail_on_one_rank(folder: Path, **options: Any) -> dict[str, str]:
+    """Return how each rank ends where the loss function of the last stage raises."""
+    os.environ["PLANNER_TIMEOUT_S"] = "8"
+    plan = load_plan(folder, **options)
+    torch.manual_seed(0)
+
+    def broken(output: Tensor, target: Tensor) -> Tensor:
+        raise ArithmeticError("the loss can't be computed")
+
+    runtime = plan.setup(GPT, broken)
+    try:
+        runtime.step(*batch(4, 0))
+    except (ArithmeticError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        os.environ.pop("PLANNER_TIMEOUT_S")
+    return {"error": ""}
+
+
+def accumulate(folder: Path, **options: Any) -> dict[str, float]:
+    """Return how far two steps without zero_grad, and a step of this rank's rows, are from the sum of two steps."""
+    plan = load_plan(folder, **options)
+    torch.manual_seed(5)
+    runtime = plan.setup(build_double, loss_fn)
+    num_rows = 4 * options.get("dp", 1)
+    steps = []
+    for seed in (0, 1):
+        runtime.step(*batch(num_rows, seed))
+        steps.append(runtime.full_gradients())
+        runtime.zero_grad()
+    ids, target = batch(num_rows, 0)
+    runtime.step(
+        torch.cat([ids[rows] for rows in runtime.rows]), torch.cat([target[rows] for rows in runtime.rows]), local=True
+    )
+    runtime.step(*batch(num_rows, 1))
+    both = runtime.full_gradients()
+    if both is None:
+        return {}
+    return {"worst": max(relative(both[name], steps[0][name] + steps[1][name]) for name in both)}
+
+
+def drop(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return the losses of two runs from one seed with dropout, and the next number of the user's random state."""
+    plan = load_plan(folder, **options)
+
+    def build() -> nn.Module:
+        model = build_double()
+        for block in model.transformer.h:
+            block.drop.p = 0.5
+        return model
+
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(9)
+        runtime = plan.setup(build, loss_fn)
+        losses += [runtime.step(*batch(4 * options.get("dp", 1), 0)).item() for _ in range(2)]
+        losses.append(runtime.evaluate(*batch(4 * options.get("dp", 1), 0)).item())
+    gradients = runtime.full_gradients() or {"": torch.zeros(1)}
+    return {
+        "losses": losses,
+        "rank": dist.get_rank(),
+        "training": runtime.modules[0].training,
+        "user": torch.rand(1).item(),
+        "finite": all(bool(gradient.isfinite().all()) for gradient in gradients.values()),
+    }
+
+
+def mix(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return the loss in bf16-mixed beside float32's, and the dtypes of parameters, gradients and values."""
+    plan = load_plan(folder, precision="bf16-mixed", **options)
+    torch.manual_seed(5)
+    runtime = plan.setup(GPT, loss_fn)
+    torch.manual_seed(5)
+    model = GPT()
+    ids, target = batch(4 * options.get("dp", 1), 0)
+    loss = runtime.step(ids, target)
+    optimizer = torch.optim.AdamW(runtime.parameters(), foreach=True)
+    optimizer.step()
+    expected = loss_fn(model(ids), target)
+    expected.backward()
+    gradients = runtime.full_gradients()
+    worst = 0.0
+    if gradients is not None:
+        wanted = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+        worst = max(relative(gradient, wanted[name]) for name, gradient in gradients.items())
+    return {
+        "loss": loss.item(),
+        "expected": expected.item(),
+        "worst": worst,
+        "dtypes": sorted({str(param.dtype) for param in runtime.parameters()}),
+        "stage": str(runtime.modules[0].dtype),
+    }
+
+
+def divide(folder: Path, *, case: str) -> dict[str, Any]:
+    """Return how far a layer divided over the ranks is from the whole one: output, input and parameter gradients."""
+    plan = load_plan(folder, tp=dist.get_world_size())
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    makers: dict[str, tuple[nn.Module, Any, str]] = {
+        "linear column": (nn.Linear(8, 12), plan.Column(gather=True, enters=True), "float"),
+        "linear column fused": (nn.Linear(8, 12), plan.Column(parts=3, gather=True, enters=True), "float"),
+        "linear column no bias": (nn.Linear(8, 12, bias=False), plan.Column(gather=True, enters=True), "float"),
+        "conv1d column fused": (Conv1D(12, 8), plan.Column(dim=1, parts=3, gather=True, enters=True), "float"),
+        "linear row": (nn.Linear(8, 12), plan.Row(), "slice"),
+        "conv1d row": (Conv1D(12, 8), plan.Row(dim=0), "slice"),
+        "vocabulary": (nn.Embedding(12, 8), plan.Vocabulary(), "ids"),
+        "vocabulary padded low": (nn.Embedding(12, 8, padding_idx=0), plan.Vocabulary(), "ids"),
+        "vocabulary padded high": (nn.Embedding(12, 8, padding_idx=-1), plan.Vocabulary(), "ids"),
+        "vocabulary scaled": (ScaledEmbedding(12, 8), plan.Vocabulary(), "ids"),
+        "linear uneven": (nn.Linear(8, 7), plan.Column(), "float"),
+        "embedding column": (nn.Embedding(12, 8), plan.Column(), "ids"),
+        "layer norm row": (nn.LayerNorm(8), plan.Row(), "float"),
+        "subclass": (NoisyLinear(8, 12), plan.Column(), "float"),
+        "vocabulary renormalised": (nn.Embedding(12, 8, max_norm=1.0), plan.Vocabulary(), "ids"),
+    }
+    layer, style, kind = makers[case]
+    layer.double()
+    whole = {name: param.detach().clone() for name, param in layer.named_parameters()}
+    x = torch.randint(0, 12, (3, 5)) if kind == "ids" else torch.randn(3, 5, 8, dtype=torch.float64)
+    leaf = x.requires_grad_() if kind != "ids" else x
+    y = layer(leaf)
+    weights = torch.randn_like(y)
+    (y * weights).sum().backward()
+    wanted = {name: param.grad for name, param in layer.named_parameters()}
+    wanted_input = None if kind == "ids" else leaf.grad.clone()
+    for name, param in layer.named_parameters():
+        param.data, param.grad = whole[name], None
+    try:
+        plan.parallelize_module(layer, mesh, style)
+    except plan.PlanError as error:
+        return {"error": str(error)}
+    x = x.detach()
+    leaf = x.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_() if kind == "slice" else x.clone()
+    if kind == "float":
+        leaf.requires_grad_()
+    z = layer(leaf)
+    (z * weights).sum().backward()
+    result = {"output": relative(z.detach(), y.detach()), "input": 0.0, "params": 0.0}
+    if wanted_input is not None:
+        part = wanted_input.chunk(mesh.size(), -1)[mesh.get_local_rank()] if kind == "slice" else wanted_input
+        result["input"] = relative(leaf.grad, part)
+    for name, param in layer.named_parameters():
+        cut = plan._shard_of(layer, name)
+        part = wanted[name] if cut is None else plan._shard(wanted[name], *cut, mesh.get_local_rank(), mesh.size())
+        result["params"] = max(result["params"], relative(param.grad, part))
+    return {**result, "sizes": {key: value for key, value in vars(layer).items() if isinstance(value, int)}}
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+class NoisyLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1.0
+
+
 def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -368,7 +629,7 @@ def main(folder: Path, rank: int) -> None:
             )
             function: Callable[..., Any] = globals()[job["function"]]
             answer = {"result": function(folder, **job["arguments"])}
-        except Exception:
+        except Exception:  # noqa: BLE001  the parent reads it
             answer = {"error": traceback.format_exc()}
         finally:
             if dist.is_initialized():

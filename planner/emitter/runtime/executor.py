@@ -110,7 +110,7 @@ class _Executor:
         """Return what is sent of a value that the stage made: of the shape and dtype that the other side expects."""
         what = f"value {spec.name!r} between stages"
         _check_shape(what, value, spec.shape or ())
-        dtype = spec.dtype or self.stage.dtype
+        dtype = spec.dtype_in(self.stage.dtype)
         if value.dtype != dtype:
             if not (self.mixed and value.is_floating_point() and dtype.is_floating_point):
                 raise PlanError(

@@ -1,6 +1,8 @@
 """Ranks: where each process stands in the plan, and the process groups between them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -78,10 +80,26 @@ class _Ranks:
         group = dist.new_group(ranks, timeout=self.timeout, backend=self.backend)
         return group if self.rank in ranks else None
 
-    def check_same(self, what: str, value: str) -> None:
-        """Raise on every rank where the ranks' values differ."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on every rank what the block raised on one: none is left waiting for another that has stopped."""
+        try:
+            yield
+        except Exception as error:
+            self._gather(f"{type(error).__name__}: {error}")
+            raise
+        problems = self._gather("")
+        if failed := [rank for rank, problem in enumerate(problems) if problem]:
+            raise PlanError(f"rank {failed[0]} could not be set up: {problems[failed[0]]}")
+
+    def _gather(self, value: str) -> list[str]:
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.world)
+        return values
+
+    def check_same(self, what: str, value: str) -> None:
+        """Raise on every rank where the ranks' values differ."""
+        values = self._gather(value)
         if different := [rank for rank, other in enumerate(values) if other != values[0]]:
             raise PlanError(
                 f"rank {different[0]} has another {what} than rank 0: {values[different[0]]}, not {values[0]}\n"
@@ -108,7 +126,7 @@ class _Ranks:
                 values = [value for value in stage.receives if value.source == source]
                 for backward in (False, True):
                     crossing: dict[str, Tensor] = {
-                        value.name: torch.empty(value.shape or (), dtype=value.dtype or dtype, device="meta")
+                        value.name: torch.empty(value.shape or (), dtype=value.dtype_in(dtype), device="meta")
                         for value in values
                         if value.requires_grad or not backward
                     }

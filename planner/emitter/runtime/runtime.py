@@ -51,25 +51,27 @@ def setup(
     precision = precision or PLAN["precision"]
     random_state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
     ranks.check_same("random state", f"{torch.initial_seed()} {random_state}")
-    seed, filler, default = torch.initial_seed(), None, torch.get_default_dtype()
-    if checkpoint is not None or initialize is not None:
-        filler = _Filler(_read_checkpoint(checkpoint), initialize, TIED, ranks.device)
-    try:
-        if precision == "bf16":
-            torch.set_default_dtype(torch.bfloat16)
-        with _parameters_on_meta() if filler is not None else nullcontext():
-            model = build_model()
-    finally:
-        torch.set_default_dtype(default)
-    _check_model(model, PLAN["origin"]["model_hash"])
-    mixed = precision == "bf16-mixed"
-    dtype = torch.bfloat16 if mixed else _model_dtype(model)
-    stage = STAGES[ranks.stage](model, dtype=dtype, device=ranks.device)
-    del model
-    tp_mesh = DeviceMesh.from_group(ranks.tp_group, ranks.device.type) if ranks.tp_degree > 1 else None
-    _build_stage(stage, tp_mesh, filler)
-    _tie(stage, TIED)
-    stage.to(ranks.device)
+    seed, default = torch.initial_seed(), torch.get_default_dtype()
+    with ranks.together():
+        filler = None
+        if checkpoint is not None or initialize is not None:
+            filler = _Filler(_read_checkpoint(checkpoint), initialize, TIED, ranks.device)
+        try:
+            if precision == "bf16":
+                torch.set_default_dtype(torch.bfloat16)
+            with _parameters_on_meta() if filler is not None else nullcontext():
+                model = build_model()
+        finally:
+            torch.set_default_dtype(default)
+        _check_model(model, PLAN["origin"]["model_hash"])
+        mixed = precision == "bf16-mixed"
+        dtype = torch.bfloat16 if mixed else _model_dtype(model)
+        stage = STAGES[ranks.stage](model, dtype=dtype, device=ranks.device)
+        del model
+        tp_mesh = DeviceMesh.from_group(ranks.tp_group, ranks.device.type) if ranks.tp_degree > 1 else None
+        _build_stage(stage, tp_mesh, filler)
+        _tie(stage, TIED)
+        stage.to(ranks.device)
     ties = ranks.tie_groups()
     for names, source, group in ties if initialize is not None else ():
         dist.broadcast(stage.get_parameter(_first_held(stage, names)).detach(), source, group=group)
@@ -248,9 +250,10 @@ class Runtime:
         def check(what: str, tensor: Tensor) -> Tensor:
             found = tensor.shape[0] if tensor.dim() else "no"
             if found != num_rows:
+                unit = "rank" if local else "step"
                 product = " x ".join(f"{name} {factor}" for name, factor in zip(names, factors, strict=False))
                 raise PlanError(
-                    f"{what} has {found} rows, and this plan's {'rank' if local else 'step'} takes {num_rows} ({product})\n"
+                    f"{what} has {found} rows, and a {unit} of this plan takes {num_rows} ({product})\n"
                     "hint: give batches of that many rows, or solve again with another --global-batch-size"
                 )
             return tensor

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,12 @@ class Value:
     source: int | None = None
     targets: tuple[int, ...] = ()
     batched: bool = True
+
+    def dtype_in(self, stage_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype between stages; a model built in float64 has no narrower numbers."""
+        if self.dtype is None or (stage_dtype == torch.float64 and self.dtype.is_floating_point):
+            return stage_dtype
+        return self.dtype
 
 
 class Output(dict[str, Any]):
@@ -73,13 +79,12 @@ class PlanStage(nn.Module):
         super().__init__()
         self.dtype, self.device, self.training = dtype, device, model.training
         for name in self.module_names:
-            parent, attribute = self._shell(name)
+            parent, _, attribute = self._parent(model, name)
             parent.add_module(attribute, model.get_submodule(name))
         for name in self.parameter_names:
-            parent, attribute = self._shell(name)
-            owner = model.get_submodule(name.rpartition(".")[0])
-            if (param := owner._parameters.get(attribute)) is not None:
-                parent.register_parameter(attribute, param)
+            parent, owner, attribute = self._parent(model, name)
+            if attribute in owner._parameters:
+                parent.register_parameter(attribute, owner._parameters[attribute])
             else:
                 persistent = attribute not in owner._non_persistent_buffers_set
                 parent.register_buffer(attribute, owner._buffers[attribute], persistent=persistent)
@@ -88,17 +93,29 @@ class PlanStage(nn.Module):
         self.register_forward_hook(lambda stage, args, output: _map_tensors(_own, output))
         self.register_forward_pre_hook(lambda stage, args, kw: (args, _map_tensors(_own, kw)), with_kwargs=True)
 
-    def _shell(self, name: str) -> tuple[nn.Module, str]:
-        """Return the empty module that stands for the parent of `name`, and the last part of the name."""
+    def _parent(self, model: nn.Module, name: str) -> tuple[nn.Module, nn.Module, str]:
+        """Return the parent of `name` in the stage and in the model, and the last part of the name.
+
+        The stage's is a copy, emptied of all parameters and modules, so that it has the class that init functions ask.
+        """
         *path, attribute = name.split(".")
         if (first := name.partition(".")[0]) not in self._modules and hasattr(self, first):
             raise PlanError(f"the model calls a part {first!r}, a name that stages need\nhint: rename it in the model")
-        parent: nn.Module = self
+        parent, owner = cast("nn.Module", self), model
         for part in path:
+            owner = owner.get_submodule(part)
             if part not in parent._modules:
-                parent.add_module(part, nn.Module().train(self.training))
+                shell = object.__new__(type(owner))
+                empty: dict[str, Any] = {
+                    "_parameters": {},
+                    "_buffers": {},
+                    "_modules": {},
+                    "_non_persistent_buffers_set": set(),
+                }
+                vars(shell).update(vars(owner), **empty)
+                parent.add_module(part, shell)
             parent = parent.get_submodule(part)
-        return parent, attribute
+        return parent, owner, attribute
 
 
 def _own(x: Tensor) -> Tensor:

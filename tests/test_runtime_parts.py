@@ -1,0 +1,151 @@
+"""The helper section in one process: its text, action lists, outputs, stages."""
+
+import ast
+import importlib
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from planner.emitter import runtime
+from planner.emitter.runtime.checks import PlanError, model_hash
+from planner.emitter.runtime.communication import _join, _shard
+from planner.emitter.runtime.executor import stage_actions
+from planner.emitter.runtime.stage import Output, PlanStage, Value, _map_tensors, layers
+from planner.emitter.source import helper_section
+from planner.plan import SCHEDULES
+from planner.model_file import model_hash as profiled_hash
+from planner.schedule import stage_actions as planned_actions
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 7])
+def test_actions_are_those_that_were_priced(schedule: str, num_stages: int, num_microbatches: int) -> None:
+    for stage, planned in enumerate(planned_actions(schedule, num_stages, num_microbatches)):
+        found = stage_actions(schedule, stage, num_stages, num_microbatches)
+        assert found == [(action.kind, action.microbatch) for action in planned]
+
+
+def test_hash_is_the_profilers() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.append(model[0])
+    assert model_hash(model) == profiled_hash(model)
+    assert model_hash(nn.Sequential(nn.Linear(2, 4))) != model_hash(nn.Sequential(nn.Linear(2, 3)))
+
+
+def test_helper_section_needs_torch_and_nothing_else() -> None:
+    imports, text = helper_section()
+    tree = ast.parse("\n".join([*imports, text]))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    others = {str(module).split(".")[0] for module in modules} - sys.stdlib_module_names
+    assert others == {"torch"}
+
+
+def test_files_of_the_helper_section_share_no_name() -> None:
+    defined: dict[str, str] = {}
+    for stem in runtime.FILES:
+        module = importlib.import_module(f"planner.emitter.runtime.{stem}")
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__ and not isinstance(value, type(module)):
+                assert name not in defined, f"{name} is in {defined.get(name)} and {stem}"
+                defined[name] = stem
+    assert {"setup", "Runtime", "PlanStage", "Value", "TensorParallel", "enter", "recompute"} <= set(defined)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 1))
+def test_shards_join_to_the_whole(parts: int, size: int, width: int, dim: int) -> None:
+    shape = [5, 5]
+    shape[dim] = parts * size * width
+    whole = torch.arange(shape[0] * shape[1]).view(shape)
+    shards = [_shard(whole, dim, parts, rank, size) for rank in range(size)]
+    assert all(shard.shape[dim] == parts * width for shard in shards)
+    assert torch.equal(_join(shards, dim, parts), whole)
+    first = shards[-1].narrow(dim, 0, width)  # each part is cut by itself, not the fused tensor
+    assert torch.equal(first, whole.narrow(dim, (size - 1) * width, width))
+
+
+def test_output_is_read_as_hugging_face_outputs_are() -> None:
+    output = Output(loss=torch.tensor(1.0), logits=torch.zeros(2))
+    assert output.loss is output["loss"] is output[0]
+    assert output[:2] == (output.loss, output.logits)
+    with pytest.raises(AttributeError, match="no 'hidden', only loss, logits"):
+        _ = output.hidden
+    doubled = _map_tensors(lambda tensor: tensor + 1, {"a": [output, (output.loss,)], "b": 3})
+    assert isinstance(doubled["a"][0], Output)
+    assert doubled["a"][0].loss == doubled["a"][1][0] == 2.0
+    assert doubled["b"] == 3
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(2))
+        self.register_buffer("shift", torch.ones(2), persistent=False)
+
+
+class Top(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower()
+
+
+class Part(PlanStage):
+    module_names = ("tower.blocks.1", "tower.blocks.2")
+    parameter_names = ("tower.gain", "tower.shift")
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        for layer in layers(self, "tower.blocks", 1, 3):
+            x = layer(x)
+        return (x * self.tower.gain + self.tower.shift,)
+
+
+def test_stage_keeps_its_part_under_the_models_names() -> None:
+    model = Top()
+    stage = Part(model, dtype=torch.float32, device=torch.device("cpu"))
+    names = {"tower.gain", *(f"tower.blocks.{i}.{key}" for i in (1, 2) for key in ("weight", "bias"))}
+    assert {name for name, _ in stage.named_parameters()} == names
+    assert [name for name, _ in stage.named_buffers()] == ["tower.shift"]
+    assert "tower.shift" not in stage.state_dict()
+    assert isinstance(stage.tower, Tower)
+    assert stage.tower.gain is model.tower.gain
+    x = torch.randn(1, 2)
+    expected = model.tower.blocks[2](model.tower.blocks[1](x)) * model.tower.gain + model.tower.shift
+    assert torch.equal(stage(x)[0], expected)
+    assert len(model.tower.blocks) == 3  # the model itself is as it was
+
+
+def test_in_place_writes_are_legal_on_what_comes_in_and_goes_out() -> None:
+    class Writes(PlanStage):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            x.mul_(2)
+            return (x.view(-1),)
+
+    stage = Writes(nn.Module(), dtype=torch.float32, device=torch.device("cpu"))
+    leaf = torch.ones(2, 2, requires_grad=True)
+    (y,) = stage(x=leaf)
+    y.add_(1)
+    y.sum().backward()
+    assert torch.equal(leaf.grad, torch.full((2, 2), 2.0))
+
+
+def test_a_name_that_stages_need_is_refused() -> None:
+    class Taken(PlanStage):
+        module_names = ("units",)
+
+    model = nn.Module()
+    model.units = nn.Linear(1, 1)
+    with pytest.raises(PlanError, match="calls a part 'units'"):
+        Taken(model, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_float64_has_no_narrower_values() -> None:
+    assert Value("x").dtype_in(torch.float32) is torch.float32
+    assert Value("x", dtype=torch.float32).dtype_in(torch.bfloat16) is torch.float32
+    assert Value("x", dtype=torch.float32).dtype_in(torch.float64) is torch.float64
+    assert Value("x", dtype=torch.int64).dtype_in(torch.float64) is torch.int64
