@@ -16,8 +16,8 @@ from planner.emitter.runtime.communication import _join, _shard
 from planner.emitter.runtime.executor import stage_actions
 from planner.emitter.runtime.stage import Output, PlanStage, Value, _map_tensors, layers
 from planner.emitter.source import helper_section
-from planner.plan import SCHEDULES
 from planner.model_file import model_hash as profiled_hash
+from planner.plan import SCHEDULES
 from planner.schedule import stage_actions as planned_actions
 
 
