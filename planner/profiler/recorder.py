@@ -8,11 +8,12 @@ Values are numbered in the order of their making; a tensor object is one value, 
 their meaning: a call that writes a value that already exists refers to that value again.
 """
 
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from planner.errors import CaptureError
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref
+
+_THIS_FOLDER = str(Path(__file__).parent)
 
 # Calls that turn a tensor into a Python value: under fake tensors they raise; with real ones they would bake a branch.
 _VALUE_READS = {"__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__contains__"}
@@ -178,11 +181,10 @@ class _Recorder(TorchFunctionMode):
 
     def location(self) -> str:
         """Return 'file:line' of the innermost statement that is not torch's."""
-        frame: FrameType | None = None
-        for frame, _ in traceback.walk_stack(None):
+        for frame, line in traceback.walk_stack(sys._getframe()):
             filename = frame.f_code.co_filename
-            if "/torch/" not in filename and not filename.startswith("<") and filename != __file__:
-                return f"{filename}:{frame.f_lineno}"
+            if "/torch/" not in filename and not filename.startswith(("<", _THIS_FOLDER)):
+                return f"{filename}:{line}"
         return "unknown line"
 
     # -- calls ----------------------------------------------------------------------------------------------------
