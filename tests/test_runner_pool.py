@@ -269,12 +269,14 @@ def test_a_lost_peer_is_never_the_first_cause() -> None:
     lost = raised(0, 1.0, "RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer", "", "", "")
     own = raised(1, 2.0, "ValueError", "bad", "", "", "")
     dead = died(2, 3.0, -9, "")
-    aborted = died(3, 0.5, -6, "terminate called")
+    aborted = died(3, 0.5, -6, "terminate called: Connection reset by peer")
+    mismatch = died(5, 0.7, -6, "gloo::EnforceNotMet: Received data size doesn't match expected size")
     asleep = silent(4, 9.0, 5.0, '  File "model.py", line 3 in forward')
     assert first_cause([lost, own, dead, aborted, asleep]) is own
     assert first_cause([lost, dead, aborted, asleep]) is dead
     assert first_cause([lost, aborted, asleep]) is asleep
     assert first_cause([lost, aborted]) is aborted
+    assert first_cause([lost, aborted, mismatch]) is mismatch
 
 
 def test_the_other_ranks_are_told_in_a_line_each() -> None:

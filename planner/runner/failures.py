@@ -15,7 +15,7 @@ from planner.errors import PlannerError, VerifyError
 
 # what gloo, NCCL and torch's store say when a peer is gone or does not answer
 _FOLLOWS_FROM_A_PEER = re.compile(
-    r"gloo/|closed by peer|reset by peer|NCCL|TCPStore|recvValue|Broken pipe|Socket closed|process group .*abort"
+    r"closed by peer|reset by peer|NCCL|TCPStore|recvValue|Broken pipe|Socket closed|process group .*abort"
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 MAX_FRAMES = 12
@@ -51,7 +51,8 @@ def raised(rank: int, time_s: float, kind: str, message: str, hint: str, details
 
 def died(rank: int, time_s: float, exit_code: int, log: str) -> Failure:
     """Return the failure of a rank whose process ended without an answer; `exit_code` is negative for a signal."""
-    tail = "\n".join(log.strip().splitlines()[-MAX_FRAMES * 2 :])
+    lines = [line for line in log.strip().splitlines() if not line.startswith("Extension modules:")]
+    tail = "\n".join(lines[-MAX_FRAMES * 2 :]).rstrip()
     if exit_code >= 0:
         summary = f"rank {rank} ended with exit code {exit_code} before it was done"
         return Failure(
@@ -68,7 +69,7 @@ def died(rank: int, time_s: float, exit_code: int, log: str) -> Failure:
         summary=f"rank {rank} was killed by signal {number} ({names.get(number, 'unknown')})",
         details=tail,
         hint=hint,
-        follows=number == signal.SIGABRT,  # gloo and NCCL abort the process when a peer is gone
+        follows=number == signal.SIGABRT and bool(_FOLLOWS_FROM_A_PEER.search(log)),  # gloo and NCCL may abort
     )
 
 
