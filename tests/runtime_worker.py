@@ -7,7 +7,9 @@ the emitter would write them.
 import importlib.util
 import json
 import os
+import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -300,8 +302,18 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return difference / norm if norm else difference
 
 
-def train(folder: Path, **options: Any) -> dict[str, Any]:
-    """Return how far two optimizer steps of a plan are from one process's: losses, gradients, norms, parameters."""
+def train(folder: Path, *, freeze: str = "", **options: Any) -> dict[str, Any]:
+    """Return how far two optimizer steps of a plan are from one process's: losses, gradients, norms, parameters.
+
+    Parameters whose names match `freeze` take no gradient.
+    """
+
+    def build_double() -> nn.Module:
+        model = GPT().double()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not (freeze and re.match(freeze, name)))
+        return model
+
     plan = load_plan(folder, **options)
     torch.manual_seed(7)
     runtime = plan.setup(build_double, loss_fn)
@@ -324,7 +336,7 @@ def train(folder: Path, **options: Any) -> dict[str, Any]:
         result["loss"] = max(result["loss"], abs(loss.item() - expected))
         gradients = runtime.full_gradients()
         if dist.get_rank() == 0:
-            wanted = dict(reference.named_parameters())
+            wanted = {name: param for name, param in reference.named_parameters() if param.requires_grad}
             names = {"lm_head.weight" if name == "transformer.wte.weight" else name for name in wanted}
             assert set(gradients) == names, set(gradients) ^ names
             for name, param in wanted.items():
@@ -470,7 +482,26 @@ def fail_on_one_rank(folder: Path, **options: Any) -> dict[str, str]:
     except (ArithmeticError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
-        os.environ.pop("PLANNER_TIMEOUT_S")
+        os.environ["PLANNER_TIMEOUT_S"] = "60"
+    return {"error": ""}
+
+
+def hang_on_one_rank(folder: Path, **options: Any) -> dict[str, str]:
+    """Return how each rank ends where the loss function of the last stage takes longer than the limit."""
+    os.environ["PLANNER_TIMEOUT_S"] = "2"
+    plan = load_plan(folder, **options)
+    torch.manual_seed(0)
+
+    def slow(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(6)
+        return loss_fn(output, target)
+
+    try:
+        plan.setup(GPT, slow).step(*batch(4, 0))
+    except RuntimeError as error:
+        return {"error": str(error)}
+    finally:
+        os.environ["PLANNER_TIMEOUT_S"] = "60"
     return {"error": ""}
 
 

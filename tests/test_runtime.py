@@ -95,6 +95,17 @@ CELLS = [
     (4, {"tp": 2, "dp": 2}),
     (4, {"tp": 2, "dp": 2, "data_parallel": "sharded"}),
     (6, {"pp": 3, "tp": 2, "recompute": True}),
+    (3, {"pp": 3, "freeze": "transformer.wte|transformer.position|transformer.h.0"}),
+    (
+        4,
+        {
+            "pp": 2,
+            "dp": 2,
+            "data_parallel": "sharded",
+            "freeze": "transformer.wte|transformer.position|transformer.h.0",
+        },
+    ),
+    (4, {"tp": 2, "dp": 2, "freeze": ".*q_norm|.*bias|transformer.ln_f"}),
     (8, {"pp": 2, "tp": 2, "dp": 2}),
     (8, {"pp": 2, "tp": 2, "dp": 2, "data_parallel": "sharded", "schedule": "gpipe", "recompute": True}),
 ]
@@ -192,6 +203,11 @@ def test_a_rank_that_fails_ends_the_others(workers: Workers) -> None:
     first, last = workers.run("fail_on_one_rank", 2, pp=2)
     assert last["error"] == "ArithmeticError: the loss can't be computed"
     assert first["error"].startswith("RuntimeError")
+
+
+def test_a_rank_that_hangs_ends_the_others(workers: Workers) -> None:
+    first, _ = workers.run("hang_on_one_rank", 2, pp=2)
+    assert "imed out" in first["error"]
 
 
 @pytest.mark.parametrize(

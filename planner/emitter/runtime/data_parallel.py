@@ -47,7 +47,7 @@ def _set_last_backward(stage: nn.Module, last: bool) -> None:
 
 
 def _release(stage: nn.Module) -> None:
-    """Give back the gathered parameters, which a forward without backward leaves: they miss later updates."""
+    """Give back the gathered parameters, which a forward without backward leaves: they'd miss later updates."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -70,8 +70,7 @@ class _Executor:
                 self._backward(microbatch)
         for channel in self.sent + self.back:
             channel.flush()
-        if last_backward is None:
-            _release(self.stage)
+        _release(self.stage)
         return losses
 
     def _forward(self, microbatch: int, inputs: dict[str, Any], target: Any) -> list[Tensor]:

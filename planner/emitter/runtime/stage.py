@@ -106,13 +106,9 @@ class PlanStage(nn.Module):
             owner = owner.get_submodule(part)
             if part not in parent._modules:
                 shell = object.__new__(type(owner))
-                empty: dict[str, Any] = {
-                    "_parameters": {},
-                    "_buffers": {},
-                    "_modules": {},
-                    "_non_persistent_buffers_set": set(),
-                }
-                vars(shell).update(vars(owner), **empty)
+                vars(shell).update(vars(owner), _non_persistent_buffers_set=set())
+                for kind in ("_parameters", "_buffers", "_modules"):
+                    vars(shell)[kind] = {key: None for key, value in vars(owner)[kind].items() if value is None}
                 parent.add_module(part, shell)
             parent = parent.get_submodule(part)
         return parent, owner, attribute
