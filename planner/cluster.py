@@ -15,7 +15,10 @@ from planner.units import Bandwidth, ByteSize, FlopRate, Seconds
 
 
 class Gpu(Record):
-    """A GPU type, or a CPU process as a device. Efficiencies are fractions of the peak that large shapes reach."""
+    """A GPU type, or a CPU process as a device. Efficiencies are fractions of the peak that large shapes reach.
+
+    `device_name` is what CUDA calls such a GPU: a profile measured on one is planned for more of them.
+    """
 
     name: str
     memory: ByteSize
@@ -24,6 +27,7 @@ class Gpu(Record):
     matmul_efficiency: Fraction = 1.0
     memory_efficiency: Fraction = 1.0
     launch_overhead: Seconds = 0.0
+    device_name: str = ""
     source: str
 
 
@@ -126,6 +130,12 @@ def read_gpu(name: str) -> Gpu:
     """Return the GPU type of a shipped name ('h100-sxm') or of a .toml path."""
     path = _find("gpus", name)
     return validate(Gpu, {"name": path.stem} | _read_toml(path, "GPU"), source=str(path))
+
+
+def shipped_gpu(device_name: str) -> str | None:
+    """Return the shipped name of the GPU type that CUDA calls `device_name`, or None."""
+    names = sorted(path.stem for path in (configs_folder() / "gpus").glob("*.toml"))
+    return next((name for name in names if read_gpu(name).device_name == device_name), None)
 
 
 def read_cluster(name: str) -> Cluster:

@@ -176,7 +176,7 @@ class Edge(Record):
 
 
 class Provenance(Record):
-    """Where a profile comes from."""
+    """Where a profile comes from: measured on a CPU or CUDA `device`, or computed for the GPU type `gpu`."""
 
     model_path: str
     model_hash: str
@@ -184,6 +184,7 @@ class Provenance(Record):
     inputs_function: str = "example_inputs"
     torch_version: str
     device: str
+    device_type: Literal["cpu", "cuda"] = "cpu"
     gpu: str | None = None
     dtype: Identifier
     input_shapes: dict[str, tuple[NonNegativeInt, ...]]

@@ -15,7 +15,7 @@ from planner.cli.main import main
 from planner.cli.options import parse_counts, parse_duration, parse_pairs
 from planner.cli.solve import torchrun_line
 from planner.cluster import default_cluster
-from planner.errors import PlannerError, UsageError
+from planner.errors import UsageError
 from planner.local_cluster import local_cluster, machine_memory_bytes
 from planner.model_profile import (
     SCHEMA_VERSION,
@@ -353,17 +353,22 @@ def test_bad_clusters(run: Run, folder: Path) -> None:
 def test_the_cluster_follows_the_profile() -> None:
     on_cpu = small_profile()
     assert choose_cluster(None, 4, on_cpu) == local_cluster(4)
-    for_h100 = small_profile(device="cuda", gpu="h100-sxm", dtype="bfloat16")
+    for_h100 = small_profile(device_type="cuda", gpu="h100-sxm", dtype="bfloat16")
+    on_h100 = small_profile(device_type="cuda", device="NVIDIA H100 80GB HBM3", dtype="bfloat16")
+    on_unknown = small_profile(device_type="cuda", device="NVIDIA Abacus")
     assert choose_cluster(None, 16, for_h100) == default_cluster(16, "h100-sxm")
+    assert choose_cluster(None, 16, on_h100) == default_cluster(16, "h100-sxm")
     assert choose_cluster("b200", 8, for_h100) == default_cluster(8, "b200")
     assert device_mismatch(for_h100, default_cluster(8, "h100-sxm")) is None
     assert device_mismatch(on_cpu, local_cluster(2)) is None
     assert "h100-sxm" in str(device_mismatch(for_h100, default_cluster(8, "b200")))
-    with pytest.raises(UsageError) as caught:
-        choose_cluster(None, 4, small_profile(device="cuda"))
-    assert "--cluster" in caught.value.hint
-    with pytest.raises(PlannerError):
-        choose_cluster(None, 4, small_profile(gpu="abacus"))
+    for profile in (on_unknown, small_profile(device_type="cuda", gpu="mine/abacus.toml")):
+        with pytest.raises(UsageError) as caught:
+            choose_cluster(None, 4, profile)
+        assert "bacus" in caught.value.message
+        assert "--cluster FILE.toml" in caught.value.hint
+    with pytest.raises(UsageError, match="no cluster is named 'abacus'"):
+        choose_cluster(None, 4, small_profile(device_type="cuda", gpu="abacus"))
 
 
 def test_assumptions_are_told() -> None:

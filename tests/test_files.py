@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cluster import configs_folder, default_cluster, read_cluster, read_gpu
+from planner.cluster import configs_folder, default_cluster, read_cluster, read_gpu, shipped_gpu
 from planner.errors import FileFormatError, PlannerError, UsageError
 from planner.model_profile import read_profile
 from planner.program import dtype_bytes
@@ -25,6 +25,7 @@ def test_gpu_files(name: str) -> None:
     assert all(1e12 <= rate <= 1e16 for dtype, rate in gpu.peak_flops.items() if dtype != "float64")
     assert 0 < gpu.matmul_efficiency <= 1
     assert "NVIDIA" in gpu.source
+    assert shipped_gpu(gpu.device_name) == name
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

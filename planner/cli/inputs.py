@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.cluster import Cluster, default_cluster, read_cluster
+from planner.cluster import Cluster, default_cluster, read_cluster, shipped_gpu
 from planner.errors import UsageError
 from planner.local_cluster import CPU_NAME, local_cluster
 from planner.model_profile import ModelProfile, read_profile
@@ -43,7 +43,7 @@ def load_profile(path: Path | None) -> ProfileFile:
 def describe_profile(file: ProfileFile) -> str:
     """Return a line for people: which profile, of what, from where."""
     origin = file.profile.provenance
-    how = f"computed for {origin.gpu}" if origin.device == "fake" or origin.gpu else f"measured on {origin.device}"
+    how = f"computed for {origin.gpu}" if origin.gpu else f"measured on {origin.device}"
     return f"profile: {file.path} ({', '.join(part for part in (file.chosen, how, origin.dtype) if part)})"
 
 
@@ -61,20 +61,22 @@ def choose_cluster(name: str | None, num_gpus: int, profile: ModelProfile) -> Cl
                 hint=f"raise `count` in {name}, or give --gpus {cluster.num_gpus}",
             )
         return cluster
-    gpu = name or profile.provenance.gpu
-    if gpu is not None and gpu.endswith(".toml"):
-        raise UsageError(
-            f"the links between GPUs of {gpu} are not known",
-            hint=f"give --cluster FILE.toml, its groups with gpu = {gpu!r}",
-        )
-    if gpu is not None:
-        return default_cluster(num_gpus, gpu)
-    if profile.provenance.device == CPU_NAME:
+    origin = profile.provenance
+    if name is None and origin.device_type == "cpu":
         return local_cluster(num_gpus)
-    raise UsageError(
-        f"the profile was measured on {profile.provenance.device!r}, a GPU type without a file of its own",
-        hint="give --cluster NAME or --cluster FILE.toml",
-    )
+    gpu = name or profiled_gpu(profile)
+    if gpu is None or gpu.endswith(".toml"):
+        raise UsageError(
+            f"the profile is for {gpu or origin.device}, and no shipped cluster has such GPUs",
+            hint="give --cluster FILE.toml: GPUs, links and memory reserve",
+        )
+    return default_cluster(num_gpus, gpu)
+
+
+def profiled_gpu(profile: ModelProfile) -> str | None:
+    """Return the name of the GPU type whose times a profile holds; None for a GPU that no file describes."""
+    origin = profile.provenance
+    return origin.gpu or (CPU_NAME if origin.device_type == "cpu" else shipped_gpu(origin.device))
 
 
 def describe_cluster(cluster: Cluster, *, assumed: bool) -> str:
@@ -97,7 +99,7 @@ def describe_cluster(cluster: Cluster, *, assumed: bool) -> str:
 
 def device_mismatch(profile: ModelProfile, cluster: Cluster) -> str | None:
     """Return a warning where the profile's times are of another device than the cluster's; None where they agree."""
-    profiled = profile.provenance.gpu or profile.provenance.device
+    profiled = profiled_gpu(profile) or profile.provenance.device
     planned = sorted({group.gpu for group in cluster.node_groups})
     if planned == [profiled]:
         return None

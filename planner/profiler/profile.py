@@ -299,6 +299,7 @@ def _provenance(
         torch_version=torch.__version__,
         device=gpu
         or (torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()),
+        device_type="cuda" if gpu or device == "cuda" else "cpu",
         gpu=gpu,
         dtype=str(dtype).removeprefix("torch."),
         input_shapes=shapes,
