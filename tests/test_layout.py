@@ -16,7 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("units",),
     ("records",),
     ("program",),
-    ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face"),
+    ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
     ("graph", "schedule", "cost"),
     ("profiler", "solver", "emitter", "runner"),
     ("report",),
