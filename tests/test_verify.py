@@ -16,6 +16,7 @@ from planner.report.verify import verify_table
 from planner.runner import VerifyReport, verify
 from planner.runner.pool import WorkerPool
 from planner.runner.subject import available_bytes, choose_subject, memory_bytes
+from planner.shrink import Shrink
 
 MODEL = """
 import torch
@@ -364,7 +365,7 @@ def test_too_many_processes_need_a_twin(write: Folder, pool: WorkerPool, model_h
     assert "needs 16 processes, and at most 8 are run" in error.message
     asked: list[int] = []
 
-    def make_twin(plan: Plan, num_processes: int) -> tuple[str, tuple[str, ...]]:
+    def make_twin(plan: Plan, num_processes: int, shrink: Shrink | None) -> tuple[str, tuple[str, ...]]:
         asked.append(num_processes)
         return plan_source(make_plan(model_hash, ranks=2)), ("dp_degree 16 as 2",)
 
@@ -382,18 +383,36 @@ def test_too_little_memory_halves_the_twin_until_it_fits(tmp_path: Path, model_h
     plan = make_plan(model_hash, ranks=16)
     asked: list[int] = []
 
-    def make_twin(plan: Plan, num_processes: int) -> tuple[str, tuple[str, ...]]:
+    def make_twin(plan: Plan, num_processes: int, shrink: Shrink | None) -> tuple[str, tuple[str, ...]]:
         asked.append(num_processes)
         return plan_source(make_plan(model_hash, ranks=num_processes)), ("less",)
 
     free = memory_bytes(make_plan(model_hash, ranks=2), 10**6)
-    subject = choose_subject(plan, tmp_path / "plan.py", 10**6, free, make_twin, tmp_path)
-    assert asked == [8, 4, 2]
+    subject = choose_subject(plan, tmp_path / "plan.py", lambda shrink: 10**6, free, make_twin, tmp_path)
+    assert asked == [4, 2], "eight processes can't fit whatever the twin"
     assert subject.plan.num_gpus == 2
     with pytest.raises(VerifyError, match="no smaller plan of the same kind fits") as caught:
-        choose_subject(plan, tmp_path / "plan.py", 10**6, free - 1, make_twin, tmp_path)
+        choose_subject(plan, tmp_path / "plan.py", lambda shrink: 10**7, free, make_twin, tmp_path)
     assert "are free" in caught.value.message
-    assert choose_subject(plan.replace(), tmp_path / "p", 1, None, make_twin, tmp_path).plan.num_gpus == 8
+    assert (
+        choose_subject(plan.replace(), tmp_path / "p", lambda shrink: 1, None, make_twin, tmp_path).plan.num_gpus == 8
+    )
+
+
+def test_a_model_too_large_for_memory_is_shrunk(tmp_path: Path, model_hash: str) -> None:
+    plan = make_plan(model_hash, ranks=2)
+    asked: list[Shrink | None] = []
+
+    def make_twin(plan: Plan, num_processes: int, shrink: Shrink | None) -> tuple[str, tuple[str, ...]]:
+        asked.append(shrink)
+        return plan_source(make_plan(model_hash, ranks=num_processes)), ("widths",)
+
+    def count(shrink: Shrink | None) -> int:
+        return 10**9 if shrink is None or not shrink.narrow else 10**6
+
+    subject = choose_subject(plan, tmp_path / "plan.py", count, 10**9, make_twin, tmp_path)
+    assert [shrink.narrow for shrink in asked if shrink] == [True]
+    assert subject.shrink == asked[-1]
 
 
 def test_available_memory_is_told_where_the_system_says() -> None:

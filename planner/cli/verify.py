@@ -1,14 +1,20 @@
 """`planner verify PLAN`: that an emitted plan computes what one process computes."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from planner.cli.options import parse_duration
 from planner.cli.output import progress_bar, say, write_json, write_table
 
+if TYPE_CHECKING:
+    from planner.plan import Plan
+    from planner.shrink import Shrink
+
 FAILED = 1
+TWIN_GPU = "h100-sxm"  # a twin is profiled for its structure only: any type will do
 
 
 def verify(
@@ -25,7 +31,7 @@ def verify(
     from planner.runner import verify as run
 
     with progress_bar("verify") as progress:
-        report = run(plan, model=model, timeout_s=seconds, progress=progress)
+        report = run(plan, model=model, timeout_s=seconds, progress=progress, make_twin=partial(_make_twin, model))
     if as_json:
         write_json(
             {
@@ -47,3 +53,26 @@ def verify(
     if not report.ok:
         say(f"error: {plan} does not compute what one process computes; worst: {report.worst_parameter}")
         raise typer.Exit(FAILED)
+
+
+def _make_twin(
+    model: str | None, plan: "Plan", num_processes: int, shrink: "Shrink | None"
+) -> tuple[str, tuple[str, ...]] | None:
+    """Return the source of a small plan of the same kind, from a profile of its model, and what it leaves open."""
+    from planner.emitter import make_twin
+    from planner.profiler import profile_model
+
+    say("the plan is too large for this machine: making a smaller twin")
+    profile = profile_model(
+        model or f"{plan.origin.model_path}:{plan.origin.build_function}",
+        gpu=TWIN_GPU,
+        dtype="float32",
+        inputs=plan.origin.inputs_function,
+        microbatch_sizes=(1,),
+        tp_degrees=(1, 2),
+        shrink=shrink,
+    )
+    source, left = make_twin(plan, profile, num_processes)
+    if shrink is not None and shrink.narrow:
+        left = (*left, "the model's own widths, vocabulary and sequence length: a narrow version was run")
+    return source, left

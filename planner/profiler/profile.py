@@ -36,6 +36,7 @@ from planner.profiler.recorder import Call
 from planner.profiler.segment import SegmentRunner
 from planner.profiler.segments import divided_nodes
 from planner.program import Program
+from planner.shrink import Shrink, shrink_model_file
 
 Progress = Callable[[str, int, int], None]
 
@@ -67,10 +68,12 @@ def profile_model(
     dtype: str | None = None,
     inputs: str | None = None,
     blocks: tuple[str, ...] = (),
+    shrink: Shrink | None = None,
     progress: Progress = lambda text, done, total: None,
 ) -> ModelProfile:
     """Return the profile of the model in a file; measured on `device`, or computed for the GPU type `gpu`.
 
+    `blocks` names the containers whose members are the layers; `shrink` profiles a smaller twin of the model.
     CaptureError names the statement that can't be recorded, ProfileError the layer that can't be run.
     """
     gpu_type = read_gpu(gpu) if gpu else None
@@ -80,7 +83,7 @@ def profile_model(
             "--device cuda: this machine has no CUDA device", hint="measure on --device cpu, or compute with --gpu NAME"
         )
     progress("capturing the model", 0, 1)
-    file = load_model_file(model_spec, inputs=inputs)
+    file = shrink_model_file(load_model_file(model_spec, inputs=inputs), shrink)
     target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if gpu_type or device_name == "cuda" else None
     captured = capture(file, dtype=target_dtype)
     calls = select_calls(captured.model, captured.calls, blocks)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.shrink import Shrink
+
 TOLERANCE = 1e-5  # on the loss (absolute) and on each norm(g - g_one) / norm(g_one)
 
 
@@ -13,6 +15,7 @@ class ExactJob:
     plan_path: Path
     model_spec: str
     inputs_function: str
+    shrink: Shrink | None = None
     global_batch_size: int
     microbatch_size: int
     reference_path: Path

@@ -23,6 +23,7 @@ from planner.runner.batches import Batch, make_batches
 from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
 from planner.runner.exact_job import TOLERANCE, Comparison, ExactJob
 from planner.runner.rank import RankContext
+from planner.shrink import Shrink, shrink_model_file
 
 NUM_STEPS = 2
 LEARNING_RATE = 1e-3
@@ -31,9 +32,9 @@ LEARNING_RATE = 1e-3
 ZERO_FRACTION = 1e-9
 
 
-def inspect_model(context: RankContext, spec: str, inputs_function: str) -> tuple[str, int]:
+def inspect_model(context: RankContext, spec: str, inputs_function: str, shrink: Shrink | None) -> tuple[str, int]:
     """Return the model's hash and the number of elements of its parameters and buffers, without memory if it can."""
-    model_file = load_model_file(spec, inputs=inputs_function)
+    model_file = shrink_model_file(load_model_file(spec, inputs=inputs_function), shrink)
     try:
         with torch.device("meta"):
             model = model_file.build()
@@ -52,7 +53,7 @@ def inspect_model(context: RankContext, spec: str, inputs_function: str) -> tupl
 
 def run_reference(context: RankContext, job: ExactJob) -> tuple[str, ...]:
     """Write the data, the parameters and each step's gradients of one process to a file; return notes for people."""
-    model_file = load_model_file(job.model_spec, inputs=job.inputs_function)
+    model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
     notes = []
     with exact_arithmetic():
         model = build_exact(model_file)
@@ -91,7 +92,7 @@ def run_reference(context: RankContext, job: ExactJob) -> tuple[str, ...]:
 
 def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Comparison]] | None:
     """Return, on rank 0, the largest difference of the loss and the comparison of every parameter; None elsewhere."""
-    model_file = load_model_file(job.model_spec, inputs=job.inputs_function)
+    model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
     plan = import_plan(job.plan_path)
     reference = torch.load(job.reference_path, weights_only=False, mmap=True)
     batches: list[Batch] = reference["batches"]

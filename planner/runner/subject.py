@@ -6,14 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import UsageError, VerifyError
+from planner.errors import PlannerError, UsageError, VerifyError
 from planner.model_file import split_spec
 from planner.plan import Plan, read_plan
 from planner.records import write_text
 from planner.runner.pool import MAX_PROCESSES
+from planner.shrink import Shrink
 from planner.units import format_bytes
 
-MakeTwin = Callable[[Plan, int], tuple[str, tuple[str, ...]] | None]
+# (plan, at most so many processes, how the model shrinks) -> source of plan.py and what that leaves open, or None
+MakeTwin = Callable[[Plan, int, Shrink | None], tuple[str, tuple[str, ...]] | None]
+CountElements = Callable[[Shrink | None], int]
+
+# Smaller and smaller models, tried in turn: all layers, few of each kind, and those narrow.
+_SHRINKS = (None, Shrink(max_blocks=4), Shrink(max_blocks=4, narrow=True))
 
 # Bytes per element of the model, in float64: what every rank builds before it keeps its part (in float32 first);
 # parameter, gradient and two optimizer states; what one process keeps beside those (initial values, two gradients).
@@ -29,17 +35,24 @@ class Subject:
 
     plan: Plan
     path: Path
+    shrink: Shrink | None = None
     not_proved: tuple[str, ...] = ()
 
 
 def choose_subject(
-    plan: Plan, path: Path, num_elements: int, free_bytes: int | None, make_twin: MakeTwin | None, scratch: Path
+    plan: Plan,
+    path: Path,
+    count_elements: CountElements,
+    free_bytes: int | None,
+    make_twin: MakeTwin | None,
+    scratch: Path,
 ) -> Subject:
     """Return the plan, or the largest twin that this machine can run; VerifyError with both numbers if there is none.
 
-    `num_elements` are the model's; `free_bytes` None means unknown. A twin is written into the folder `scratch`.
+    `count_elements` gives those of the model, or of a smaller one; `free_bytes` None means unknown. A twin is written
+    into the folder `scratch`.
     """
-    needed = memory_bytes(plan, num_elements)
+    needed = memory_bytes(plan, count_elements(None))
     fits = free_bytes is None or needed <= free_bytes
     if plan.num_gpus <= MAX_PROCESSES and fits:
         return Subject(plan=plan, path=path)
@@ -49,27 +62,44 @@ def choose_subject(
         else f"the plan needs {plan.num_gpus} processes and at least {format_bytes(needed)} in float64, and "
         f"{format_bytes(free_bytes or 0)} are free"
     )
-    num_processes = MAX_PROCESSES if plan.num_gpus > MAX_PROCESSES else plan.num_gpus // 2
-    while make_twin is not None and num_processes >= 2:
-        made = make_twin(plan, num_processes)
-        if made is None:
-            break
-        source, not_proved = made
-        twin_path = scratch / "plan.py"
-        write_text(twin_path, source)
-        twin = read_plan(twin_path)
-        if twin.num_gpus > num_processes:
-            raise VerifyError(
-                f"the twin of {path.name} needs {twin.num_gpus} processes, not the {num_processes} asked",
-                hint="report this: the twin was made wrong",
-            )
-        if free_bytes is None or memory_bytes(twin, num_elements) <= free_bytes:
-            return Subject(plan=twin, path=twin_path, not_proved=(f"{too_large}: a twin was run", *not_proved))
-        num_processes = twin.num_gpus // 2
+    failure: PlannerError | None = None
+    for shrink in _SHRINKS if make_twin is not None else ():
+        try:
+            num_elements = count_elements(shrink)
+            num_processes = min(plan.num_gpus, MAX_PROCESSES)
+            while make_twin is not None and num_processes >= 1:
+                enough = free_bytes is None or _least_bytes(num_elements, num_processes) <= free_bytes
+                made = make_twin(plan, num_processes, shrink) if enough else None
+                if made is not None:
+                    twin = _write_twin(made[0], scratch, num_processes)
+                    if free_bytes is None or memory_bytes(twin, num_elements) <= free_bytes:
+                        left = (f"{too_large}: a twin was run", *made[1])
+                        return Subject(plan=twin, path=scratch / "plan.py", shrink=shrink, not_proved=left)
+                num_processes //= 2
+        except PlannerError as error:  # this twin can't be made; the next, smaller one may
+            failure = error
+    detail = f" ({failure.message})" if failure is not None else ""
     raise VerifyError(
-        f"{too_large}; no smaller plan of the same kind fits",
+        f"{too_large}; no smaller plan of the same kind fits{detail}",
         hint="verify a plan for a smaller version of the model, solved with the same pins",
     )
+
+
+def _write_twin(source: str, scratch: Path, num_processes: int) -> Plan:
+    path = scratch / "plan.py"
+    write_text(path, source)
+    twin = read_plan(path)
+    if twin.num_gpus > num_processes:
+        raise VerifyError(
+            f"the twin needs {twin.num_gpus} processes, not the {num_processes} asked",
+            hint="report this: the twin was made wrong",
+        )
+    return twin
+
+
+def _least_bytes(num_elements: int, num_processes: int) -> int:
+    """Return a lower bound of `memory_bytes` for any plan on so many processes."""
+    return num_elements * max(_TRAIN_BYTES + _KEPT_BYTES, _BUILD_BYTES * num_processes + _TRAIN_BYTES + _KEPT_BYTES)
 
 
 def memory_bytes(plan: Plan, num_elements: int) -> int:

@@ -19,6 +19,7 @@ from planner.runner.subject import (
     packages_to_preload,
     plan_summary,
 )
+from planner.shrink import Shrink
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,10 +67,10 @@ def verify(
 ) -> VerifyReport:
     """Return how far the plan in a file is from one process, per parameter.
 
-    `model` is the model file where the path in the plan is gone. `make_twin(plan, num_processes)` gives the source of a
-    smaller plan and what that does not prove, for plans that need more than this machine has. A given `pool` is used
-    and left open: starting one costs seconds. VerifyError where the plan can't be run, or a rank fails or does not
-    answer within `timeout_s` in all.
+    `model` is the model file where the path in the plan is gone. `make_twin(plan, num_processes, shrink)` gives the
+    source of a smaller plan and what that does not prove, for plans that need more than this machine has. A given
+    `pool` is used and left open: starting one costs seconds. VerifyError where the plan can't be run, or a rank fails
+    or does not answer within `timeout_s` in all.
     """
     plan_path = plan_path.resolve()
     plan = read_plan(plan_path)
@@ -87,24 +88,39 @@ def verify(
         if pool is None:
             pool = stack.enter_context(WorkerPool())
         tell("the model", 0)
-        [(found_hash, num_elements)] = pool.run(
-            "planner.runner.exactness:inspect_model",
-            spec,
-            plan.origin.inputs_function,
-            process_group=False,
-            timeout_s=left(),
-            preload=packages_to_preload(spec),
-        )
+        running = pool
+
+        def inspect(shrink: Shrink | None) -> tuple[str, int]:
+            [found] = running.run(
+                "planner.runner.exactness:inspect_model",
+                spec,
+                plan.origin.inputs_function,
+                shrink,
+                process_group=False,
+                timeout_s=left(),
+                preload=packages_to_preload(spec),
+            )
+            return str(found[0]), int(found[1])
+
+        found_hash, num_elements = inspect(None)
         if found_hash != plan.origin.model_hash:
             raise VerifyError(
                 f"the model of {spec} has hash {found_hash}, the plan was made for {plan.origin.model_hash}",
                 hint="profile and solve again for this model, or give the plan's own model file with --model",
             )
-        subject = choose_subject(plan, plan_path, num_elements, available_bytes(), make_twin, Path(scratch))
+        subject = choose_subject(
+            plan,
+            plan_path,
+            lambda shrink: num_elements if shrink is None else inspect(shrink)[1],
+            available_bytes(),
+            make_twin,
+            Path(scratch),
+        )
         job = ExactJob(
             plan_path=subject.path,
             model_spec=spec,
             inputs_function=plan.origin.inputs_function,
+            shrink=subject.shrink,
             global_batch_size=subject.plan.global_batch_size,
             microbatch_size=greatest_common_rows(subject.plan),
             reference_path=Path(scratch) / "reference.pt",
