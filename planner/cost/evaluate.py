@@ -112,9 +112,8 @@ class Pricer:
     def evaluate(self, plan: Plan) -> Prediction:
         """Return what a plan costs; UsageError or ProfileError where it does not fit the profile or the cluster."""
         priced = self._price(plan)
-        events = _events(plan, priced)
-        step_s = max(event.end_s for event in events)
-        silent_s = max(event.end_s for event in _events(plan, priced, comm=False))
+        step_s = _finish(priced, _play(priced))[0]
+        silent_s = _finish(priced, _play(priced, comm=False), comm=False)[0]
         m = plan.num_microbatches
         tied_s = [sum(seconds for stages, seconds in priced.tied if s in stages) for s in range(plan.pp_degree)]
         sends: list[float] = [0.0] * plan.pp_degree
@@ -151,7 +150,7 @@ class Pricer:
 
     def timeline(self, plan: Plan) -> tuple[Event, ...]:
         """Return everything the stages do, in the order of stage and start."""
-        return tuple(sorted(_events(plan, self._price(plan)), key=lambda event: (event.stage, event.start_s)))
+        return tuple(sorted(_events(self._price(plan)), key=lambda event: (event.stage, event.start_s)))
 
     def _mfu(self, plan: Plan, step_s: float) -> float | None:
         """Return model FLOPs (three forwards of useful work, no recomputation) over what the GPUs could do."""
@@ -289,32 +288,29 @@ def _most_in_flight(actions: Sequence[Action]) -> int:
     return most
 
 
-def _events(plan: Plan, priced: _Priced, *, comm: bool = True) -> list[Event]:
-    """Return what the stages do, at which times; without any communication if `comm` is False."""
-    times = priced.times
-    ready = [t.cast_s + (t.gather_s if comm else 0.0) for t in times]
-    free = Message(0, 0, 0.0, 0.0)
-    messages = [
-        m if comm else Message(m.source, m.target, free.forward_busy_s, 0.0, has_gradient=m.has_gradient)
-        for m in priced.messages
-    ]
-    played: Played = play(
+def _play(priced: _Priced, *, comm: bool = True) -> Played:
+    """Return when every action runs; without any communication if `comm` is False."""
+    messages = priced.messages
+    if not comm:
+        messages = tuple(Message(m.source, m.target, 0.0, 0.0, has_gradient=m.has_gradient) for m in messages)
+    return play(
         priced.actions,
-        [t.forward_action_s(comm=comm) for t in times],
-        [t.backward_action_s(comm=comm) for t in times],
+        [t.forward_action_s(comm=comm) for t in priced.times],
+        [t.backward_action_s(comm=comm) for t in priced.times],
         messages,
-        ready,
+        [t.cast_s + (t.gather_s if comm else 0.0) for t in priced.times],
     )
-    events: list[Event] = []
-    for stage, actions in enumerate(priced.actions):
-        if ready[stage]:
-            events.append(Event(stage, "prepare", -1, 0.0, ready[stage]))
-        events.extend(
-            Event(stage, action.kind, action.microbatch, start, end)
-            for action, start, end in zip(actions, played.starts_s[stage], played.ends_s[stage], strict=True)
-        )
+
+
+def _finish(priced: _Priced, played: Played, *, comm: bool = True) -> tuple[float, list[Event]]:
+    """Return the step time, and what every stage does after its last backward.
+
+    Gradients are reduced within the stage, then those of shared parameters summed between stages, in the order of the
+    groups; then the optimizer runs.
+    """
     done = list(played.stage_ends_s)
-    for stage, t in enumerate(times):
+    events: list[Event] = []
+    for stage, t in enumerate(priced.times):
         seconds = t.reduce_s if comm else 0.0
         if seconds:
             events.append(Event(stage, "reduce", -1, done[stage], done[stage] + seconds))
@@ -324,9 +320,23 @@ def _events(plan: Plan, priced: _Priced, *, comm: bool = True) -> list[Event]:
         for stage in stages:
             done[stage] = start + (seconds if comm else 0.0)
             events.append(Event(stage, "tied", -1, start, done[stage]))
-    events.extend(
-        Event(stage, "optimizer", -1, done[stage], done[stage] + t.optimizer_s) for stage, t in enumerate(times)
-    )
+    for stage, t in enumerate(priced.times):
+        events.append(Event(stage, "optimizer", -1, done[stage], done[stage] + t.optimizer_s))
+    return max(event.end_s for event in events), events
+
+
+def _events(priced: _Priced) -> list[Event]:
+    """Return what the stages do, at which times."""
+    played = _play(priced)
+    events = _finish(priced, played)[1]
+    for stage, actions in enumerate(priced.actions):
+        ready = priced.times[stage].cast_s + priced.times[stage].gather_s
+        if ready:
+            events.append(Event(stage, "prepare", -1, 0.0, ready))
+        events.extend(
+            Event(stage, action.kind, action.microbatch, start, end)
+            for action, start, end in zip(actions, played.starts_s[stage], played.ends_s[stage], strict=True)
+        )
     return events
 
 

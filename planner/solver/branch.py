@@ -72,16 +72,35 @@ class Branch:
     open: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        problem = self.problem
-        stages, count = problem.setting.pp_degree, problem.num_layers
-        best = np.full(count + 1, np.inf)
+        stages, count = self.problem.setting.pp_degree, self.problem.num_layers
+        self.stations = [self.problem.station(s) for s in range(stages)]
+        self._relax()
+        self.open = [Node(self.root_bound, stages - 1, count, -1)]
+
+    def _relax(self) -> None:
+        """Do the dynamic program (5) over the stations."""
+        best = np.full(self.problem.num_layers + 1, np.inf)
         best[0] = 0.0
         self.prefix = [best]
-        for s in range(stages):
-            station = problem.station(s)
-            self.stations.append(station)
+        for station in self.stations:
             self.prefix.append(np.min(np.maximum(self.prefix[-1][:, None], station), axis=0))
-        self.open = [Node(self.root_bound, stages - 1, count, -1)]
+
+    def refine(self, limit_s: float) -> None:
+        """Put the recomputation that stages really need in place of its bound, where a better plan might use it."""
+        changed = False
+        for s, station in enumerate(self.stations):
+            extra = self.problem.extra[s]
+            below = (extra > 0) & (np.maximum(station, self.prefix[s][:, None]) < limit_s)
+            for a, b in zip(*np.nonzero(below), strict=True):
+                choice = self.problem.recompute(s, int(a), int(b))
+                extra[a, b] = np.inf if choice is None else choice.seconds
+            if below.any():
+                self.stations[s] = self.problem.station(s)
+                changed = True
+        if changed:
+            self._relax()
+            for node in self.open:
+                node.bound = max(node.bound, self.root_bound)
 
     @property
     def root_bound(self) -> float:
@@ -128,6 +147,7 @@ class Branch:
 
         `offer` prices a plan and returns the best step time known then.
         """
+        self.refine(incumbent_s)
         while self.open:
             node = self.open[-1]
             if node.bound >= incumbent_s * (1 - TOLERANCE):

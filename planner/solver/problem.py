@@ -8,9 +8,10 @@ Lower bounds of the step time of any plan with the stage [a, b) at position s, p
     (4)  D     = forwards and backwards of all layers from b on, and the messages between
 
 head(a) is the forward path to layer a, `after` the backward path from a to the start and what follows there, or what
-follows in the stage itself. For GPipe start = p * tf + D and end = p * tb. `sum + (m - 1) * max` is no lower bound of
-1F1B: early stages hide what comes after them behind their warm-up. Paths follow a spine (`graph.spine`): layers each
-of which waits for the one before; where a stage is not on it, the terms that need it are left out.
+follows in the stage itself. Where p = m, the last forward comes before the first backward, and only one of (2) and (3)
+has a round trip; for GPipe it is always the last forward's, p * tf + D + p * tb. `sum + (m - 1) * max` is no lower
+bound of 1F1B: early stages hide what comes after them behind their warm-up. Paths follow a spine (`graph.spine`):
+layers each of which waits for the one before; where a stage is not on it, the terms that need it are left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -157,11 +158,16 @@ class Problem:
         head, after = self.paths(s)
         trip = self._round_trip(s)
         if self.setting.schedule == "gpipe":  # the first backward waits for the last forward's round trip
-            start, end = w * forward + trip, w * backward
+            within = m * forward + trip + m * backward
+        elif w == m:  # the last forward comes before the first backward: one round trip on any path
+            within = np.maximum(
+                np.maximum(w * forward, forward + trip) + w * backward, w * forward + trip + backward
+            )  # fmt: skip
         else:
             start = np.maximum(w * forward, forward + trip)
             end = np.maximum(w * backward, backward + trip)
-        bound = np.maximum(head, position.states.ready_s) + start + (m - w) * (forward + backward) + end
+            within = start + (m - w) * (forward + backward) + end
+        bound = np.maximum(head, position.states.ready_s) + within
         return np.where(fits, bound + np.maximum(after, position.states.tail_s), np.inf)
 
     def paths(self, s: int) -> tuple[Floats, Floats]:
