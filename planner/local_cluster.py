@@ -34,6 +34,14 @@ def machine_memory_bytes() -> int:
     return total
 
 
+def shared_cores(cluster: Cluster) -> str | None:
+    """Return a warning where a cluster's processes outnumber this machine's cores: each was measured with one alone."""
+    num_cores = os.cpu_count() or 1
+    if CPU_NAME not in cluster.gpus or cluster.num_gpus <= num_cores:
+        return None
+    return f"{cluster.num_gpus} processes share {num_cores} cores: steps will take longer here than predicted"
+
+
 def local_cluster(num_gpus: int) -> Cluster:
     """Return `num_gpus` processes of this machine as a cluster of one node, memory divided equally.
 

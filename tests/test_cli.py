@@ -16,7 +16,7 @@ from planner.cli.options import parse_counts, parse_duration, parse_pairs
 from planner.cli.solve import torchrun_line
 from planner.cluster import default_cluster
 from planner.errors import UsageError
-from planner.local_cluster import local_cluster, machine_memory_bytes
+from planner.local_cluster import local_cluster, machine_memory_bytes, shared_cores
 from planner.model_profile import (
     SCHEMA_VERSION,
     Layer,
@@ -384,6 +384,9 @@ def test_processes_share_this_machine() -> None:
     assert cluster.num_gpus == cluster.gpus_per_node == 4
     assert 0 < cluster.gpu_at(3).memory * 4 <= machine_memory_bytes()
     assert cluster.inter_node == cluster.intra_node
+    assert "1000 processes share" in str(shared_cores(local_cluster(1000)))
+    assert shared_cores(local_cluster(1)) is None
+    assert shared_cores(default_cluster(1000, "h100-sxm")) is None
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 ENGINES = {"profiler", "solver", "emitter", "runner"}
 FLOOR = {name: index for index, names in enumerate(FLOORS) for name in names}
 WITH_TORCH = ("planner/profiler/", "planner/runner/", "planner/emitter/runtime/")
-WITH_TORCH_INSIDE_FUNCTIONS = ("planner/model_file.py", "planner/hugging_face.py")
+WITH_TORCH_INSIDE_FUNCTIONS = ("planner/model_file.py", "planner/hugging_face.py", "planner/shrink.py")
 HEAVY = {"torch", "transformers"}
 SLOW_TO_IMPORT = {"torch", "transformers", "ortools", "networkx", "numpy"}
 

@@ -16,6 +16,7 @@ from planner.cli.inputs import (
 )
 from planner.cli.options import parse_duration, parse_pairs
 from planner.cli.output import progress_bar, say, write_json, write_line, write_table
+from planner.local_cluster import shared_cores
 from planner.plan import Optimizer, Precision
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ def solve(
     say(describe_profile(file))
     chosen = choose_cluster(cluster, gpus, file.profile)
     say(describe_cluster(chosen, assumed=cluster is None))
-    if warning := device_mismatch(file.profile, chosen):
-        say(f"warning: {warning}")
+    for warning in (device_mismatch(file.profile, chosen), shared_cores(chosen)):
+        if warning:
+            say(f"warning: {warning}")
     batch = global_batch_size or SAMPLES_PER_GPU * gpus
     precision = precision or ("bf16-mixed" if file.profile.provenance.dtype == "bfloat16" else "fp32")
     say(f"step: {batch} samples, {optimizer}, {precision}")
