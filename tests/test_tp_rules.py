@@ -47,7 +47,7 @@ def test_a_block_is_divided_column_then_row_with_one_reduction_each() -> None:
 
 def test_shape_constants_are_rewritten_by_dimension_not_by_value() -> None:
     (found,) = shardings(models.Block, 2)
-    # view(batch, length=4, 3, heads=4, size=4) -> only the heads shrink; reshape(batch, length=4, width=16) -> the width.
+    # view(batch, length=4, 3, heads=4, size=4): only the heads shrink; reshape(batch, length=4, width=16): the width.
     values = {(rewrite.node.rstrip("_0123456789"), rewrite.path[1]): rewrite.value for rewrite in found.rewrites}
     assert values == {("view", 4): 2, ("reshape", 3): 8}
 

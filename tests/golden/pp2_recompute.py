@@ -1,0 +1,42 @@
+# ----------------------------------------------------------------------------------------------------
+
+
+class Stage0(PlanStage):
+    """embed ... blocks.1 on GPU 0."""
+
+    module_names = ("embed", "blocks.0", "blocks.1")
+    inputs = ("ids",)
+    sends = (
+        Value("blocks_1", targets=(1,), shape=(2, 4, 16), requires_grad=True),
+    )
+    units = ("blocks.0", "blocks.1")
+
+    def forward(self, ids):
+        embed = recompute(self.embed, ids)
+        hidden = embed
+        for layer in layers(self, "blocks", 0, 2):
+            hidden = recompute(layer, hidden)
+        return hidden,
+
+
+class Stage1(PlanStage):
+    """blocks.2 ... head on GPU 1."""
+
+    module_names = ("blocks.2", "blocks.3", "head")
+    inputs = ()
+    receives = (
+        Value("blocks_1", source=0, shape=(2, 4, 16), requires_grad=True),
+    )
+    units = ("blocks.2", "blocks.3")
+
+    def forward(self, blocks_1):
+        hidden = blocks_1
+        for layer in layers(self, "blocks", 2, 4):
+            hidden = recompute(layer, hidden)
+        head = recompute(self.head, hidden)
+        return head
+
+
+STAGES = (Stage0, Stage1)
+TIED = (("embed.weight", "head.weight"),)
+INPUTS = ("ids",)

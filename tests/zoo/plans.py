@@ -1,0 +1,58 @@
+"""Plans made by hand for profiles: even cuts, uniform degrees."""
+
+from planner.model_profile import ModelProfile
+from planner.plan import DataParallel, Origin, Plan, Schedule, Stage
+
+
+def even_plan(
+    profile: ModelProfile,
+    *,
+    pp_degree: int = 1,
+    tp_degree: int = 1,
+    dp_degree: int = 1,
+    microbatch_size: int = 2,
+    num_microbatches: int = 4,
+    schedule: Schedule = "1f1b",
+    data_parallel: DataParallel = "replicated",
+    recompute: bool = False,
+) -> Plan:
+    """Return a plan that gives every stage as many layers, and divides what can be divided."""
+    names = [layer.name for layer in profile.layers]
+    bounds = [len(names) * index // pp_degree for index in range(pp_degree + 1)]
+    size = tp_degree * dp_degree
+    stages = []
+    for index in range(pp_degree):
+        part = range(bounds[index], bounds[index + 1])
+        classes = {profile.layer_class(layer).name: profile.layer_class(layer) for layer in part}
+        divided = {name: "tensor" for name, item in classes.items() if item.sharding("tensor", tp_degree)}
+        stages.append(
+            Stage(
+                layers=tuple(names[layer] for layer in part),
+                tp_degree=tp_degree,
+                dp_degree=dp_degree,
+                microbatch_size=microbatch_size,
+                recompute=tuple(names[layer] for layer in part) if recompute else (),
+                shardings=divided,
+                gpus=tuple(range(index * size, (index + 1) * size)),
+            )
+        )
+    origin = Origin(
+        model_path=profile.provenance.model_path,
+        model_hash=profile.provenance.model_hash,
+        profile_path="profile.json",
+        profile_hash="",
+        cluster="",
+        cluster_hash="",
+        torch_version=profile.provenance.torch_version,
+        planner_version="",
+    )
+    return Plan(
+        global_batch_size=num_microbatches * microbatch_size * dp_degree,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        data_parallel=data_parallel,
+        optimizer="adamw",
+        precision="fp32",
+        stages=tuple(stages),
+        origin=origin,
+    )
