@@ -7,6 +7,7 @@ import numpy as np
 
 from planner.cluster import Cluster
 from planner.plan import SCHEDULES
+from planner.solver.arithmetic import arithmetic_conflict
 from planner.solver.branch import Span
 from planner.solver.problem import Problem, Setting
 from planner.solver.request import SolveRequest
@@ -25,7 +26,7 @@ def find_conflict(space: Space, problems: Problems) -> Conflict:
     least: tuple[int, Setting, list[Span]] | None = None
     settings = list(_lean_settings(space))
     if not settings:
-        return _arithmetic(space)
+        return arithmetic_conflict(space)
     limits: list[tuple[float, Setting, Problem]] = []
     for setting in settings:
         problem = problems.of(setting)
@@ -115,81 +116,6 @@ def _least_peak(problem: Problem, limit: float, *, exact: bool) -> tuple[float, 
         spans.append((first, stop))
         stop = first
     return float(best[count]), spans[::-1]
-
-
-def _arithmetic(space: Space) -> Conflict:
-    """Return why degrees and batch leave no setting at all."""
-    request, pins, profile = space.request, space.pins, space.pricer.profile
-    batch, num_gpus, num_layers = request.global_batch_size, request.num_gpus, len(profile.layers)
-
-    def pinned(key: str) -> int | None:
-        values = pins.values.get(key, frozenset())
-        return next(iter(values)) if len(values) == 1 else None
-
-    pp, tp, dp = pinned("pp_degree"), pinned("tp_degree"), pinned("dp_degree")
-    rows, m = pinned("microbatch_size"), pinned("num_microbatches")
-    for key, values in pins.values.items():
-        if len(values) > 1:
-            return Conflict(constraint="pins", message=f"{key} is pinned to {' and '.join(map(str, sorted(values)))}")
-    if tp is not None and tp not in space.tp_degrees:
-        known = ", ".join(map(str, space.tp_degrees))
-        return Conflict(
-            constraint="sharding",
-            message=f"no layer of {profile.name!r} has costs for tp_degree {tp}; known degrees are {known}",
-        )
-    if tp is not None and tp > space.pricer.cluster.gpus_per_node and not request.theoretical:
-        return Conflict(
-            constraint="node",
-            message=f"tp_degree {tp} is more than the {space.pricer.cluster.gpus_per_node} GPUs of a node",
-        )
-    if pp is not None and pp > num_layers:
-        return Conflict(constraint="layers", message=f"pp_degree {pp} is more than the {num_layers} layers")
-    if pins.cuts is not None and pp is not None and pp != len(pins.cuts) + 1:
-        return Conflict(
-            constraint="pins", message=f"{len(pins.cuts)} cuts make {len(pins.cuts) + 1} stages, not pp_degree {pp}"
-        )
-    product = (pp or 1) * (tp or 1) * (dp or 1)
-    if num_gpus % product or (None not in (pp, tp, dp) and product != num_gpus):
-        return Conflict(
-            constraint="gpus",
-            message=f"pp_degree x tp_degree x dp_degree is {product} where pinned, which does not make {num_gpus} GPUs",
-        )
-    for key, value in (("num_microbatches", m), ("microbatch_size", rows), ("dp_degree", dp)):
-        if value is not None and batch % value:
-            valid = ", ".join(map(str, divisors(batch)))
-            return Conflict(
-                constraint="batch",
-                message=f"global_batch_size {batch} is not divisible by {key} {value}; valid are {valid}",
-            )
-    degrees = list(space.degrees())
-    if not degrees:
-        largest = min(num_layers, num_gpus)
-        return Conflict(
-            constraint="gpus",
-            message=(
-                f"no pp_degree x tp_degree x dp_degree makes {num_gpus} GPUs with at most {largest} stages of the "
-                f"{num_layers} layers, tp_degree one of {', '.join(map(str, space.tp_degrees))}, and the pins"
-            ),
-        )
-    if not any(batch % dp == 0 for _, _, dp in degrees):
-        ways = ", ".join(sorted({str(dp) for _, _, dp in degrees}, key=int))
-        return Conflict(
-            constraint="batch",
-            message=f"global_batch_size {batch} is not divisible by any dp_degree that makes {num_gpus} GPUs: {ways}",
-        )
-    if all(pp > batch // dp for pp, _, dp in degrees if batch % dp == 0) or (
-        m is not None and space.admits("schedule", "1f1b")
-    ):
-        least = min(pp for pp, _, dp in degrees if batch % dp == 0)
-        return Conflict(
-            constraint="warm-up",
-            message=f"1f1b needs as many microbatches as stages, at least {least} here; "
-            f"global_batch_size {batch} and the pins allow fewer",
-        )
-    return Conflict(
-        constraint="batch",
-        message=f"no microbatch_size x num_microbatches x dp_degree makes global_batch_size {batch} with the pins",
-    )
 
 
 def find_repairs(space: Space, conflict: Conflict, resolve: Resolve) -> tuple[Repair, ...]:

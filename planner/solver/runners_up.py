@@ -36,13 +36,20 @@ def runners_up(outcome: Outcome, top: int) -> tuple[RunnerUp, ...]:
                 offer_first_plans(branch, outcome.incumbent)
     others = [plan for key, plan in _by_degrees(outcome).items() if key != _degrees(best)]
     others.sort(key=step_time_s)
-    rest = [plan for plan in outcome.incumbent.by_setting.values() if plan is not best and plan not in others]
-    others += sorted(rest, key=step_time_s)
+    shown = {_decisions(plan) for plan in (best, *others)}
+    for plan in sorted(outcome.incumbent.by_setting.values(), key=step_time_s):
+        if _decisions(plan) not in shown:
+            shown.add(_decisions(plan))
+            others.append(plan)
     return tuple(_runner_up(plan, best) for plan in others[:top])
 
 
 def _degrees(plan: Plan) -> tuple[int, int, int]:
     return plan.pp_degree, plan.tp_degree, plan.dp_degree
+
+
+def _decisions(plan: Plan) -> tuple[object, ...]:
+    return *_degrees(plan), plan.num_microbatches, plan.schedule, plan.data_parallel
 
 
 def _by_degrees(outcome: Outcome) -> dict[tuple[int, int, int], Plan]:

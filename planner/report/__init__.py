@@ -1,0 +1,8 @@
+"""What people and scripts are shown of profiles, plans and solutions."""
+
+from planner.report.json_objects import plan_json, solution_json
+from planner.report.plan_tables import explain, plan_table
+from planner.report.profile_tables import profile_table
+from planner.report.timeline import timeline
+
+__all__ = ["explain", "plan_json", "plan_table", "profile_table", "solution_json", "timeline"]

@@ -1,0 +1,166 @@
+"""A plan for people: its stages, why it is this one, what the others lack. Meaning is in words, never in colour."""
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.plan import MemoryUse, Plan
+from planner.report.text import layer_ranges, percent, rank_ranges
+from planner.report.timeline import timeline
+from planner.units import format_bytes, format_count, format_seconds
+
+OWNERS = tuple(MemoryUse.model_fields)
+
+
+def headline(plan: Plan) -> str:
+    """Return a priced plan in two lines: how fast, proven how, and its decisions."""
+    prediction = plan.prediction
+    if prediction is None:
+        return f"{_decisions(plan)}\nnot priced"
+    speed = [f"step {format_seconds(prediction.step_time_s)}", f"{prediction.samples_per_s:.3g} samples/s"]
+    if prediction.tokens_per_s:
+        speed.append(f"{format_count(prediction.tokens_per_s)} tokens/s")
+    if prediction.mfu_fraction is not None:
+        speed.append(f"MFU {percent(prediction.mfu_fraction)}")
+    speed.append(proof(plan))
+    return f"{', '.join(speed)}\n{_decisions(plan)}"
+
+
+def proof(plan: Plan) -> str:
+    """Return what the solver proved of a plan."""
+    if plan.solver is None:
+        return "not from the solver"
+    if plan.solver.status == "optimal":
+        return "proven optimal"
+    return f"at most {percent(plan.solver.gap_fraction)} from the optimum"
+
+
+def _decisions(plan: Plan) -> str:
+    parts = [
+        f"{plan.pp_degree} stages x tp {plan.tp_degree} x dp {plan.dp_degree} on {plan.num_gpus} GPUs",
+        f"schedule {plan.schedule}",
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size} per replica",
+        f"{plan.global_batch_size} samples per step",
+        *([f"data parallel {plan.data_parallel}"] if plan.dp_degree > 1 else []),
+        f"{plan.optimizer}, {plan.precision}",
+    ]
+    return ", ".join(parts)
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Return the plan's headline and one row per stage."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("stage", justify="right")
+    table.add_column("layers", overflow="fold")
+    table.add_column("tp x dp")
+    table.add_column("GPUs")
+    table.add_column("recomputed", justify="right")
+    for name in ("forward", "backward", "peak memory"):
+        table.add_column(name, justify="right")
+    for index, stage in enumerate(plan.stages):
+        priced = plan.prediction.stages[index] if plan.prediction else None
+        table.add_row(
+            str(index),
+            layer_ranges(stage.layers),
+            f"{stage.tp_degree} x {stage.dp_degree}",
+            rank_ranges(stage.gpus),
+            f"{len(stage.recompute)} of {len(stage.layers)}",
+            format_seconds(priced.forward_time_s) if priced else "-",
+            format_seconds(priced.backward_time_s) if priced else "-",
+            format_bytes(priced.memory.peak_bytes) if priced else "-",
+        )
+    return Group(Text(headline(plan)), table)
+
+
+def memory_table(plan: Plan) -> Table:
+    """Return the peak memory of every stage's GPUs by owner."""
+    table = Table(box=box.SIMPLE, title="peak memory of one GPU, by owner", title_justify="left")
+    table.add_column("stage", justify="right")
+    for name in (*OWNERS, "peak_bytes"):
+        table.add_column(name.removesuffix("_bytes"), justify="right")
+    assert plan.prediction is not None
+    for index, stage in enumerate(plan.prediction.stages):
+        values = [getattr(stage.memory, name) for name in OWNERS]
+        table.add_row(str(index), *(format_bytes(value) for value in (*values, stage.memory.peak_bytes)))
+    return table
+
+
+def time_table(plan: Plan) -> Table:
+    """Return where every stage's time goes: per microbatch, and once per step."""
+    table = Table(box=box.SIMPLE, title="time of every stage", title_justify="left")
+    table.add_column("stage", justify="right")
+    for name in ("forward", "backward", "of which recompute", "of which tensor parallel", "send"):
+        table.add_column(name, justify="right")
+    for name in ("data parallel / step", "optimizer / step", "busy / step"):
+        table.add_column(name, justify="right")
+    assert plan.prediction is not None
+    for index, stage in enumerate(plan.prediction.stages):
+        seconds = (
+            stage.forward_time_s, stage.backward_time_s, stage.recompute_time_s, stage.tensor_parallel_time_s,
+            stage.send_time_s, stage.data_parallel_time_s, stage.optimizer_time_s, stage.busy_time_s,
+        )  # fmt: skip
+        table.add_row(str(index), *(format_seconds(value) if value else "-" for value in seconds))
+    return table
+
+
+def findings(plan: Plan) -> list[str]:
+    """Return in sentences what bounds the plan: bottleneck, idle time, communication, memory, proof."""
+    prediction = plan.prediction
+    assert prediction is not None
+    stages, step_s = prediction.stages, prediction.step_time_s
+    slow = prediction.bottleneck_stage
+    mean_s = sum(stage.time_s for stage in stages) / len(stages)
+    over = stages[slow].time_s / mean_s - 1 if mean_s else 0.0
+    full = max(range(len(stages)), key=lambda index: (stages[index].memory.peak_bytes, -index))
+    owners = sorted(OWNERS, key=lambda name: -getattr(stages[full].memory, name))[:3]
+    exposed_s = prediction.exposed_comm_time_s
+    most = [f"{name.removesuffix('_bytes')} {format_bytes(getattr(stages[full].memory, name))}" for name in owners]
+    bottleneck = (
+        f"Bottleneck: stage {slow} ({layer_ranges(plan.stages[slow].layers)}) takes "
+        f"{format_seconds(stages[slow].time_s)} per microbatch, {percent(over)} more than the average stage."
+    )
+    exposed = (
+        f"Exposed communication: {format_seconds(exposed_s)} of {format_seconds(step_s)} "
+        f"({percent(exposed_s / step_s if step_s else 0.0)}) would be saved if communication cost nothing."
+    )
+    memory = (
+        f"Memory: stage {full} is fullest with {format_bytes(stages[full].memory.peak_bytes)} per GPU, "
+        f"most of it {', '.join(most)}."
+    )
+    bubble = f"Bubble: the GPUs are idle {percent(prediction.bubble_fraction)} of the step."
+    lines = [bottleneck, bubble, exposed, memory]
+    if plan.solver is not None:
+        lines.append(
+            f"Proof: {proof(plan)}; no plan takes less than {format_seconds(plan.solver.lower_bound_s)} "
+            f"(gap {percent(plan.solver.gap_fraction)}); {plan.solver.num_priced} plans were priced."
+        )
+    return lines
+
+
+def runners_up_table(plan: Plan) -> Table:
+    """Return the plans that lost, and why."""
+    table = Table(box=box.SIMPLE, title="runners-up", title_justify="left")
+    for name, justify in (("plan", "left"), ("step", "right"), ("peak memory", "right"), ("why it lost", "left")):
+        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    for other in plan.runners_up:
+        table.add_row(
+            other.summary, format_seconds(other.step_time_s), format_bytes(other.peak_bytes), other.reason
+        )  # fmt: skip
+    return table
+
+
+def explain(plan: Plan) -> tuple[RenderableType, ...]:
+    """Return why this plan: stages, findings, time and memory by owner, the schedule drawn, and the runners-up."""
+    if plan.prediction is None:
+        return (plan_table(plan), Text("This plan carries no prediction: solve again to have it priced."))
+    parts: list[RenderableType] = [
+        plan_table(plan),
+        Text("\n".join(findings(plan))),
+        time_table(plan),
+        memory_table(plan),
+        Text(timeline(plan), no_wrap=True),
+    ]
+    if plan.runners_up:
+        parts.append(runners_up_table(plan))
+    return tuple(parts)

@@ -1,0 +1,101 @@
+"""Why degrees and batch leave no setting at all: the first constraint of `space` that they break, with both numbers."""
+
+from planner.solver.solution import Conflict
+from planner.solver.space import Space, divisors
+
+
+def arithmetic_conflict(space: Space) -> Conflict:
+    """Return the constraint that leaves `space` without settings."""
+    return _pinned_conflict(space) or _combined_conflict(space)
+
+
+def _listed(numbers: "list[int] | set[int]") -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def _pinned_conflict(space: Space) -> Conflict | None:
+    """Return the conflict of a pin with the problem, or of two pins; None where each alone can be."""
+    pins, request, profile = space.pins, space.request, space.pricer.profile
+    num_layers, per_node, batch = len(profile.layers), space.pricer.cluster.gpus_per_node, request.global_batch_size
+    for key, values in (*pins.values.items(), *pins.words.items()):
+        if len(values) > 1:
+            chosen = " and ".join(sorted(map(str, values)))
+            return Conflict(constraint="pins", message=f"{key} is pinned to {chosen}")
+    pinned = {key: next(iter(values)) for key, values in pins.values.items()}
+    tp, pp = pinned.get("tp_degree"), pinned.get("pp_degree")
+    if tp is not None and tp not in space.tp_degrees:
+        return Conflict(
+            constraint="sharding",
+            message=(
+                f"no layer of {profile.name!r} can be divided over tp_degree {tp}; "
+                f"the profile has costs for {_listed(space.tp_degrees)}"
+            ),
+        )
+    if tp is not None and tp > per_node and not request.theoretical:
+        return Conflict(constraint="node", message=f"tp_degree {tp} is more than the {per_node} GPUs of a node")
+    if pp is not None and pp > num_layers:
+        return Conflict(constraint="layers", message=f"pp_degree {pp} is more than the {num_layers} layers")
+    if pins.cuts is not None and pp is not None and pp != len(pins.cuts) + 1:
+        count = len(pins.cuts)
+        return Conflict(constraint="pins", message=f"{count} cuts make {count + 1} stages, not pp_degree {pp}")
+    product = (pp or 1) * (tp or 1) * pinned.get("dp_degree", 1)
+    everything = all(key in pinned for key in ("pp_degree", "tp_degree", "dp_degree"))
+    if request.num_gpus % product or (everything and product != request.num_gpus):
+        factors = " x ".join(key for key in ("pp_degree", "tp_degree", "dp_degree") if key in pinned)
+        return Conflict(
+            constraint="gpus", message=f"{factors} is pinned to {product}, which does not make {request.num_gpus} GPUs"
+        )
+    for key in ("num_microbatches", "microbatch_size", "dp_degree"):
+        if key in pinned and batch % pinned[key]:
+            return Conflict(
+                constraint="batch",
+                message=(
+                    f"global_batch_size {batch} is not divisible by {key} {pinned[key]}; "
+                    f"valid are {_listed(divisors(batch))}"
+                ),
+            )
+    return None
+
+
+def _combined_conflict(space: Space) -> Conflict:
+    """Return the conflict of everything together, where no single pin is at fault."""
+    request, num_layers = space.request, len(space.pricer.profile.layers)
+    batch, degrees = request.global_batch_size, list(space.degrees())
+    if not degrees:
+        return Conflict(
+            constraint="gpus",
+            message=(
+                f"no pp_degree x tp_degree x dp_degree makes {request.num_gpus} GPUs with at most {num_layers} "
+                f"stages ({num_layers} layers), tp_degree one of {_listed(space.tp_degrees)}, pins and exclusions"
+            ),
+        )
+    fitting = [(pp, dp) for pp, _, dp in degrees if batch % dp == 0]
+    if not fitting:
+        return Conflict(
+            constraint="batch",
+            message=(
+                f"global_batch_size {batch} is not divisible by any dp_degree that makes {request.num_gpus} GPUs: "
+                f"{_listed({dp for _, _, dp in degrees})}"
+            ),
+        )
+    counts = [
+        (pp, batch // dp // rows)
+        for pp, dp in fitting
+        for rows in divisors(batch // dp)
+        if space.admits("microbatch_size", rows) and space.admits("num_microbatches", batch // dp // rows)
+    ]
+    if counts and space.admits("schedule", "1f1b"):
+        pp, m = max(counts, key=lambda pair: pair[1] - pair[0])
+        return Conflict(
+            constraint="warm-up",
+            message=f"1f1b needs as many microbatches as stages; pp_degree {pp} leaves at most {m} microbatches",
+        )
+    if counts:
+        return Conflict(constraint="pins", message="no schedule and data_parallel mode is left by pins and exclusions")
+    return Conflict(
+        constraint="batch",
+        message=(
+            f"no microbatch_size x num_microbatches x dp_degree makes global_batch_size {batch} with dp_degree "
+            f"{_listed({dp for _, dp in fitting})}, pins and exclusions"
+        ),
+    )
