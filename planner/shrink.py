@@ -38,9 +38,7 @@ def shrink_model_file(file: ModelFile, shrink: Shrink | None) -> ModelFile:
         return file
 
     def build() -> Any:
-        model = file.build()
-        if shrink.narrow:
-            model = _narrow(model)
+        model = _narrow(_build_without_memory(file)) if shrink.narrow else file.build()
         _drop_blocks(model, shrink.max_blocks)
         return model
 
@@ -52,14 +50,22 @@ def shrink_model_file(file: ModelFile, shrink: Shrink | None) -> ModelFile:
     return dataclasses.replace(file, build=build, example_inputs=inputs, example_target=target)
 
 
-def can_narrow(model: Any) -> bool:
-    """Return whether a model can be built narrower: it has a configuration with a width, as Hugging Face's have."""
-    config = getattr(model, "config", None)
-    return any(isinstance(getattr(config, name, None), int) for name in _HIDDEN)
+def _build_without_memory(file: ModelFile) -> Any:
+    """Return the model on the meta device: only its configuration is wanted."""
+    import torch
+
+    with torch.device("meta"):
+        return file.build()
 
 
 def _narrow(model: Any) -> Any:
-    config = copy.deepcopy(model.config)
+    """Return a model of the same class, built from a narrower configuration; VerifyError where there is none."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if not any(isinstance(getattr(config, name, None), int) for name in _HIDDEN):
+        raise VerifyError(
+            f"{type(model).__name__} has no configuration with a width, so no narrower twin can be built",
+            hint="verify a plan for a smaller version of the model, solved with the same pins",
+        )
     heads = next((getattr(config, name) for name in _HEADS if isinstance(getattr(config, name, None), int)), 4)
     groups = next((getattr(config, n) for n in _KEY_VALUE_HEADS if isinstance(getattr(config, n, None), int)), heads)
     few_groups = min(groups, 4)

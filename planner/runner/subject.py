@@ -66,9 +66,11 @@ def choose_subject(
     for shrink in _SHRINKS if make_twin is not None else ():
         try:
             num_elements = count_elements(shrink)
+            # A narrow model is built small; one with fewer layers is built whole first, on every rank.
+            num_built = num_elements if shrink is None or shrink.narrow else count_elements(None)
             num_processes = min(plan.num_gpus, MAX_PROCESSES)
             while make_twin is not None and num_processes >= 1:
-                enough = free_bytes is None or _least_bytes(num_elements, num_processes) <= free_bytes
+                enough = free_bytes is None or _least_bytes(num_elements, num_built, num_processes) <= free_bytes
                 made = make_twin(plan, num_processes, shrink) if enough else None
                 if made is not None:
                     twin = _write_twin(made[0], scratch, num_processes)
@@ -97,9 +99,9 @@ def _write_twin(source: str, scratch: Path, num_processes: int) -> Plan:
     return twin
 
 
-def _least_bytes(num_elements: int, num_processes: int) -> int:
-    """Return a lower bound of `memory_bytes` for any plan on so many processes."""
-    return num_elements * max(_TRAIN_BYTES + _KEPT_BYTES, _BUILD_BYTES * num_processes + _TRAIN_BYTES + _KEPT_BYTES)
+def _least_bytes(num_elements: int, num_built: int, num_processes: int) -> int:
+    """Return a lower bound of the bytes that any plan on so many processes takes, `num_built` elements built first."""
+    return num_elements * (_TRAIN_BYTES + _KEPT_BYTES) + num_built * _BUILD_BYTES * num_processes
 
 
 def memory_bytes(plan: Plan, num_elements: int) -> int:
