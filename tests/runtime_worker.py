@@ -83,7 +83,7 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Has what is hard: tied embeddings, a skip from first to last, an int, a bool and an in-place write at a cut."""
+    """Has what is hard: tied embeddings, a value for two stages, an int, a bool and an in-place write at a cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class GPT(nn.Module):
         kept, shifted = ids != 0, ids.roll(1, dims=1)
         x = t.h[0](embedded * t.scale[:, None])
         x.mul_(kept[:, :, None])
-        x = x + self.previous(shifted)
+        x = x + self.previous(shifted) + 0.3 * embedded
         for block in t.h[1:]:
             x = block(x)
         return self.lm_head(t.ln_f(x + 0.1 * embedded))
@@ -141,7 +141,7 @@ EMBED = """
 """
 MIDDLE = """
         x.mul_(kept[:, :, None])
-        x = x + self.previous(shifted)
+        x = x + self.previous(shifted) + 0.3 * embedded
 """
 MODULES = {
     "transformer.wte": "WTE_TP",
@@ -196,14 +196,14 @@ def plan_text(
         ]
     else:
         sends = [(value, "targets=(1,)") for value in (x, kept, shifted)]
-        sends.insert(1, (embedded, "targets=(2,)"))
+        sends.insert(1, (embedded, "targets=(1, 2)"))
         stages = [
             (first, position, ["ids"], [], sends, EMBED + "        return x, embedded, kept, shifted\n"),
             (
                 ["previous", "transformer.h.1"],
                 [],
                 [],
-                [(value, 0) for value in (x, kept, shifted)],
+                [(value, 0) for value in (x, embedded, kept, shifted)],
                 [(x, "targets=(2,)")],
                 MIDDLE + loop.format(1, 2) + "        return (x,)\n",
             ),
@@ -346,17 +346,17 @@ def train(folder: Path, *, freeze: str = "", **options: Any) -> dict[str, Any]:
         norm = runtime.clip_grad_norm_(0.05)
         wanted_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
         result["norm"] = max(result["norm"], abs(norm.item() / wanted_norm.item() - 1))
+        ids, target = batch(num_rows * steps, 5 + step)
+        evaluated = runtime.evaluate((ids,), target).item()
+        with torch.no_grad():
+            chunks = range(0, len(ids), num_rows)
+            losses = [loss_fn(reference(ids[i : i + num_rows]), target[i : i + num_rows]).item() for i in chunks]
+        result["loss"] = max(result["loss"], abs(evaluated - sum(losses) / len(losses)))
         optimizer.step()
         optimizer.zero_grad()
         other.step()
         other.zero_grad()
         assert all(param.grad is None for param in runtime.parameters())
-    ids, target = batch(num_rows * steps, 5)
-    evaluated = runtime.evaluate((ids,), target).item()
-    with torch.no_grad():
-        chunks = range(0, len(ids), num_rows)
-        losses = [loss_fn(reference(ids[i : i + num_rows]), target[i : i + num_rows]).item() for i in chunks]
-    result["loss"] = max(result["loss"], abs(evaluated - sum(losses) / len(losses)))
     parameters = runtime.full_parameters()
     if dist.get_rank() == 0:
         for name, param in reference.named_parameters():
@@ -484,6 +484,27 @@ def fail_on_one_rank(folder: Path, **options: Any) -> dict[str, str]:
     finally:
         os.environ["PLANNER_TIMEOUT_S"] = "60"
     return {"error": ""}
+
+
+def count_reductions(folder: Path, **options: Any) -> dict[str, int]:
+    """Return how often a step sums gradients over data-parallel ranks, and how many units there are."""
+    plan = load_plan(folder, **options)
+    torch.manual_seed(0)
+    runtime = plan.setup(GPT, loss_fn)
+    calls = 0
+    original = dist.reduce_scatter_single
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    dist.reduce_scatter_single = counting
+    try:
+        runtime.step(*batch(4 * options["dp"], 0))
+    finally:
+        dist.reduce_scatter_single = original
+    return {"calls": calls, "units": len(runtime.modules[0].units) + 1}
 
 
 def hang_on_one_rank(folder: Path, **options: Any) -> dict[str, str]:

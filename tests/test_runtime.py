@@ -219,6 +219,11 @@ def test_gradients_add_up_over_steps(workers: Workers, num_ranks: int, options: 
     assert workers.run("accumulate", num_ranks, **options)[0]["worst"] <= 1e-12
 
 
+def test_gradients_are_averaged_once_a_step(workers: Workers) -> None:
+    for result in workers.run("count_reductions", 4, pp=2, dp=2, data_parallel="sharded"):
+        assert result["calls"] == result["units"]
+
+
 def test_dropout_is_drawn_from_states_of_the_plan(workers: Workers) -> None:
     results = workers.run("drop", 4, pp=2, tp=2, recompute=True)
     for result in results:
