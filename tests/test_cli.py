@@ -463,3 +463,160 @@ def test_bad_models(run: Run, model: Path) -> None:
     profile(MODEL + FUNCTIONS, "--inputs", "inputs").assert_one_error(2, "inputs")
     run("profile", "model.py", "--gpu", "h100").assert_one_error(2, "'h100'", "h100-sxm")
     assert {path.name for path in model.parent.iterdir()} <= {"model.py", "__pycache__"}
+
+
+# --- the whole way --------------------------------------------------------------------------------------------------
+
+TINY = """
+memory_reserve = "0B"
+node_groups = [{count = 1, gpus_per_node = 4, gpu = "tiny"}]
+intra_node = {bandwidth = "9GB/s", latency = "5us"}
+inter_node = {bandwidth = "9GB/s", latency = "5us"}
+[gpus.tiny]
+name = "tiny"
+memory = "2KiB"
+memory_bandwidth = "10GB/s"
+peak_flops = {float32 = "1TFLOP/s"}
+source = "a test"
+"""
+
+
+@pytest.fixture
+def profiled(run: Run, model: Path) -> Path:
+    """A working directory with model.py and its profile."""
+    assert run("profile", "model.py", "--device", "cpu", "--microbatch-sizes", "1,2", "--tp", "1,2").code == 0
+    return model.parent
+
+
+def test_profile_tells_people_and_scripts(run: Run, model: Path) -> None:
+    done = run("profile", "model.py", "--device", "cpu", "--tp", "1", "--microbatch-sizes", "1")
+    assert (done.code, done.err.splitlines()[-1]) == (0, "wrote profiles/model.json")
+    assert "blocks.1-3" in done.out
+    done = run("profile", "model.py", "--gpu", "h100-sxm", "--microbatch-sizes", "2,4", "--json", "-o", "new/here.json")
+    assert done.code == 0
+    assert Path("new/here.json").exists()
+    told = json.loads(done.out)
+    assert told["param_count"] == 4 * (8 * 16 + 16 + 16 * 8 + 8) + 8 * 2 + 2
+    assert told["forward_flops"] == 2 * 3 * 2 * (4 * 2 * 8 * 16 + 8 * 2)  # 2 rows of 3 positions
+    assert (told["num_layers"], told["num_layer_classes"], told["tied"]) == (5, 3, [])  # no gradient enters the first
+
+
+def test_solve_tells_people_and_scripts(run: Run, profiled: Path) -> None:
+    done = run("solve", "--gpus", "4", "--pin", "pp_degree=2")
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == "torchrun --nproc-per-node 4 train.py"
+    assert "blocks.0" in done.out
+    for words in (
+        "profiles/model.json",
+        "the newest in profiles/",
+        "cluster, assumed: cpu x 4",
+        "32 samples, adamw, fp32",
+    ):
+        assert words in done.err
+    assert done.err.splitlines()[-1] == "wrote plan.py"
+    first = Path("plan.py").read_text()
+
+    done = run("solve", "--gpus", "4", "--pin", "pp_degree=2", "--json", "-o", "other.py")
+    assert Path("other.py").read_text() == first  # the same input, the same bytes
+    told = json.loads(done.out)
+    assert told["status"] == "optimal"
+    assert told["gap_fraction"] == 0
+    assert told["lower_bound_s"] == told["step_time_s"] > 0
+    assert told["pp_degree"] == len(told["stages"]) == 2
+    assert [name for stage in told["stages"] for name in stage["layers"]] == [
+        *(f"blocks.{i}" for i in range(4)),
+        "head",
+    ]
+    assert sorted(gpu for stage in told["stages"] for gpu in stage["gpus"]) == [0, 1, 2, 3]
+    for stage in told["stages"]:
+        assert told["num_microbatches"] * stage["microbatch_size"] * stage["dp_degree"] == 32
+        assert stage.keys() >= {"layers", "tp_degree", "recompute", "gpus", "time_s", "peak_bytes"}
+    assert told.keys() >= {"schedule", "data_parallel", "runners_up"}
+
+
+def test_an_edited_plan_is_kept(run: Run, profiled: Path) -> None:
+    assert run("solve", "--gpus", "2").code == 0
+    written = Path("plan.py").read_text()
+    assert run("solve", "--gpus", "2").code == 0  # its own file is written again
+    edited = written.replace("import torch\n", "import torch  # mine\n", 1)
+    assert edited != written
+    Path("plan.py").write_text(edited)
+    run("solve", "--gpus", "2").assert_one_error(2, "plan.py was edited by hand", "--force")
+    assert Path("plan.py").read_text() == edited
+    assert run("solve", "--gpus", "2", "--force").code == 0
+    assert Path("plan.py").read_text() == written
+    Path("notes.py").write_text("print('mine')\n")
+    run("solve", "--gpus", "2", "-o", "notes.py").assert_one_error(2, "notes.py", "--force")
+    assert Path("notes.py").read_text() == "print('mine')\n"
+
+
+def test_no_plan_is_told_with_repairs(run: Run, profiled: Path) -> None:
+    Path("tiny.toml").write_text(TINY)
+    done = run("solve", "--gpus", "4", "--cluster", "tiny.toml")
+    done.assert_one_error(1, "no plan", "memory", "2 KiB")
+    assert "the profile's times are of cpu, the cluster's GPUs are tiny" in done.err
+    done = run("solve", "--gpus", "4", "--cluster", "tiny.toml", "--json")
+    assert done.code == 1
+    told = json.loads(done.out)
+    assert told["status"] == "infeasible"
+    assert told["conflict"]
+    assert "repairs" in told
+    run("solve", "--gpus", "64", "--global-batch-size", "1").assert_one_error(1, "no plan")
+    assert not Path("plan.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("pin", "words"),
+    [
+        ("pp_degre=2", ["pp_degre", "did you mean 'pp_degree'?"]),
+        ("pp_degree=two", ["pp_degree=two"]),
+        ("schedule=1b1f", ["1b1f", "did you mean '1f1b'?"]),
+        ("cuts=blocks.9", ["'blocks.9'", "did you mean 'blocks."]),
+    ],
+)
+def test_bad_pins(run: Run, profiled: Path, pin: str, words: list[str]) -> None:
+    run("solve", "--gpus", "4", "--pin", pin).assert_one_error(2, *words)
+    assert not Path("plan.py").exists()
+
+
+def test_explain_reads_a_plan_as_data(run: Run, profiled: Path) -> None:
+    assert run("solve", "--gpus", "4", "--pin", "pp_degree=2").code == 0
+    path = Path("plan.py")
+    path.write_text("raise SystemExit('plan.py was run')\n" + path.read_text())
+    done = run("explain", "plan.py")
+    assert (done.code, done.err) == (0, "")
+    assert all(word in done.out for word in ("Bottleneck", "Memory", "optimal", "runners-up", "blocks.0"))
+    path.write_text("PLAN = {'stages': []}\n")
+    run("explain", "plan.py").assert_one_error(1, "plan.py", "is missing")
+    path.write_text("PLAN = {'a': open('x')}\n")
+    run("explain", "plan.py").assert_one_error(1, "plan.py", "not a literal")
+    path.write_text("x = 1\n")
+    run("explain", "plan.py").assert_one_error(1, "plan.py", "no PLAN")
+    run("explain", "none.py").assert_one_error(2, "none.py", "does not exist")
+
+
+def test_verify_proves_and_refuses(run: Run, profiled: Path) -> None:
+    assert run("solve", "--gpus", "2", "--global-batch-size", "4", "--pin", "pp_degree=2").code == 0
+    done = run("verify", "plan.py", "--json")
+    assert done.code == 0, done.err
+    told = json.loads(done.out)
+    assert told["ok"] is True
+    assert told["loss_difference"] <= 1e-9
+    assert 0 <= told["max_gradient_difference"] <= 1e-5
+    assert told["worst_parameter"].startswith(("blocks.", "head."))
+    assert told["not_proved"] == []
+
+    path = Path("plan.py")
+    right = path.read_text()
+    wrong = right.replace("self.head(", "1.01 * self.head(")
+    assert wrong != right
+    path.write_text(wrong)
+    done = run("verify", "plan.py", "--json")
+    assert done.code == 1
+    assert json.loads(done.out)["ok"] is False
+    path.write_text(right)
+
+    Path("model.py").rename("moved.py")
+    run("verify", "plan.py").assert_one_error(2, "model.py", "--model")
+    assert run("verify", "plan.py", "--model", "moved.py").code == 0
+    run("verify", "none.py").assert_one_error(2, "none.py", "does not exist")

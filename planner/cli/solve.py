@@ -94,7 +94,9 @@ def solve(
         if as_json:
             write_json(solution_json(solution))
         say(f"error: no plan: {solution.conflict}")
-        for repair in solution.repairs:
+        for repair in solution.repairs or (
+            "lift a --pin or --exclude, or change --gpus, --global-batch-size, --cluster",
+        ):
             say(f"hint: {repair}")
         raise typer.Exit(NO_PLAN)
     from planner.emitter import emit, write_plan
