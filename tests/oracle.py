@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from itertools import combinations, product
 
+from strategies import make_plan
+
 from planner.cluster import Cluster
 from planner.cost import Pricer
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
-from planner.plan import Optimizer, Plan, Precision, Stage
-from strategies import ORIGIN
+from planner.plan import Plan
 
 
 def all_plans(
@@ -16,52 +17,44 @@ def all_plans(
     num_gpus: int,
     global_batch_size: int,
     *,
-    optimizer: Optimizer = "adamw",
-    precision: Precision = "fp32",
     pp_degrees: set[int] | None = None,
     recompute: bool = True,
 ) -> Iterator[Plan]:
-    """Yield every plan on all GPUs, in no order of merit."""
+    """Yield every plan on all GPUs (adamw, fp32), in no order of merit."""
     names = [layer.name for layer in profile.layers]
-    for pp in range(1, min(num_gpus, len(names)) + 1):
-        if num_gpus % pp or (pp_degrees is not None and pp not in pp_degrees):
+    remades = subsets(names) if recompute else [()]
+    for pp, tp, dp in degrees(num_gpus):
+        if pp > len(names) or (pp_degrees is not None and pp not in pp_degrees):
             continue
-        for tp in range(1, num_gpus // pp + 1):
-            if (num_gpus // pp) % tp:
+        for m in range(1, global_batch_size + 1):
+            if global_batch_size % (m * dp):
                 continue
-            dp = num_gpus // pp // tp
-            for m in range(1, global_batch_size + 1):
-                if global_batch_size % (m * dp):
-                    continue
-                for schedule in ("1f1b", "gpipe"):
-                    if schedule == "1f1b" and m < pp:
-                        continue
-                    for mode in ("replicated", "sharded") if dp > 1 else ("replicated",):
-                        for shardings in all_shardings(profile, tp):
-                            for cuts in combinations(range(1, len(names)), pp - 1):
-                                for remade in subsets(names) if recompute else [()]:
-                                    bounds = (0, *cuts, len(names))
-                                    yield Plan(
-                                        global_batch_size=global_batch_size,
-                                        num_microbatches=m,
-                                        schedule=schedule,
-                                        data_parallel=mode,
-                                        optimizer=optimizer,
-                                        precision=precision,
-                                        origin=ORIGIN,
-                                        stages=tuple(
-                                            Stage(
-                                                layers=tuple(names[first:stop]),
-                                                tp_degree=tp,
-                                                dp_degree=dp,
-                                                microbatch_size=global_batch_size // m // dp,
-                                                recompute=tuple(n for n in names[first:stop] if n in remade),
-                                                shardings=shardings,
-                                                gpus=tuple(range(s * tp * dp, (s + 1) * tp * dp)),
-                                            )
-                                            for s, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
-                                        ),
-                                    )
+            for schedule, mode, shardings, cuts, remade in product(
+                ("1f1b", "gpipe") if m >= pp else ("gpipe",),
+                ("replicated", "sharded") if dp > 1 else ("replicated",),
+                all_shardings(profile, tp),
+                list(combinations(range(1, len(names)), pp - 1)),
+                remades,
+            ):
+                yield make_plan(
+                    profile,
+                    cuts,
+                    m=m,
+                    rows=global_batch_size // m // dp,
+                    tp=tp,
+                    dp=dp,
+                    schedule=schedule,
+                    data_parallel=mode,
+                    optimizer="adamw",
+                    recompute=remade,
+                    shardings=shardings,
+                )
+
+
+def degrees(num_gpus: int) -> list[tuple[int, int, int]]:
+    """Return every (pp, tp, dp) that multiplies to the GPUs."""
+    counts = range(1, num_gpus + 1)
+    return [(pp, tp, dp) for pp, tp, dp in product(counts, counts, counts) if pp * tp * dp == num_gpus]
 
 
 def subsets(names: list[str]) -> list[tuple[str, ...]]:
@@ -84,34 +77,21 @@ def all_shardings(profile: ModelProfile, tp: int) -> list[dict[str, str]]:
     return [shardings for shardings in chosen if shardings]
 
 
-def fits(plan: Plan, cluster: Cluster) -> bool:
-    """Return whether every stage of a priced plan is within its GPUs' memory."""
-    assert plan.prediction is not None
-    return all(
-        stage.memory.peak_bytes <= cluster.gpu_at(rank).memory
-        for stage, planned in zip(plan.prediction.stages, plan.stages, strict=True)
-        for rank in planned.gpus
-    )
-
-
-def priced_plans(profile: ModelProfile, cluster: Cluster, plans: Iterator[Plan]) -> Iterator[Plan]:
-    """Yield the plans with their predictions; plans that divide a shared parameter in two ways are no plans."""
+def priced_plans(profile: ModelProfile, cluster: Cluster, plans: Iterator[Plan]) -> list[tuple[float, int]]:
+    """Return (step time, peak bytes) of every plan; those that divide a shared parameter in two ways are no plans."""
     pricer = Pricer(profile, cluster)
+    priced = []
     for plan in plans:
         try:
             prediction = pricer.evaluate(plan)
         except UsageError as error:
-            assert "divides differently" in error.message
+            if "divides differently" not in error.message:
+                raise
             continue
-        yield plan.model_copy(update={"prediction": prediction})
+        priced.append((prediction.step_time_s, prediction.peak_bytes))
+    return priced
 
 
-def brute_force(profile: ModelProfile, cluster: Cluster, plans: Iterator[Plan]) -> tuple[float, int]:
-    """Return the least step time of the plans that fit (inf: none does), and the least peak bytes of all."""
-    best, least = float("inf"), 2**62
-    for plan in priced_plans(profile, cluster, plans):
-        assert plan.prediction is not None
-        least = min(least, plan.prediction.peak_bytes)
-        if fits(plan, cluster):
-            best = min(best, plan.prediction.step_time_s)
-    return best, least
+def fastest(priced: list[tuple[float, int]], memory_bytes: int) -> float:
+    """Return the least step time of the plans that fit; inf where none does."""
+    return min((step_s for step_s, peak in priced if peak <= memory_bytes), default=float("inf"))

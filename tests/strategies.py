@@ -6,6 +6,7 @@ node per layer, so that it reads back from its file as any other.
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 from planner.cluster import Cluster, Gpu, Link, NodeGroup
 from planner.model_profile import (
@@ -20,7 +21,7 @@ from planner.model_profile import (
     ShardedParameter,
     Sharding,
 )
-from planner.plan import Origin
+from planner.plan import DataParallel, Optimizer, Origin, Plan, Precision, Schedule, Stage
 from planner.program import BatchInt, Node, Program, Ref, Tensor
 
 ORIGIN = Origin(
@@ -218,6 +219,47 @@ def make_cluster(
                 source="a test",
             )
         },
+    )
+
+
+def make_plan(
+    profile: ModelProfile,
+    cuts: Sequence[int] = (),
+    *,
+    m: int = 1,
+    rows: int = 1,
+    tp: int = 1,
+    dp: int = 1,
+    schedule: Schedule = "1f1b",
+    data_parallel: DataParallel = "replicated",
+    optimizer: Optimizer = "sgd",
+    precision: Precision = "fp32",
+    recompute: Sequence[str] = (),
+    shardings: dict[str, str] | None = None,
+) -> Plan:
+    """Return the plan with a new stage at every index in `cuts`."""
+    names = [layer.name for layer in profile.layers]
+    bounds = [0, *cuts, len(names)]
+    return Plan(
+        global_batch_size=m * rows * dp,
+        num_microbatches=m,
+        schedule=schedule,
+        data_parallel=data_parallel,
+        optimizer=optimizer,
+        precision=precision,
+        origin=ORIGIN,
+        stages=tuple(
+            Stage(
+                layers=tuple(names[first:stop]),
+                tp_degree=tp,
+                dp_degree=dp,
+                microbatch_size=rows,
+                recompute=tuple(name for name in names[first:stop] if name in recompute),
+                shardings=shardings or {},
+                gpus=tuple(range(s * tp * dp, (s + 1) * tp * dp)),
+            )
+            for s, (first, stop) in enumerate(pairwise(bounds))
+        ),
     )
 
 

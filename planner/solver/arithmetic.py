@@ -14,13 +14,9 @@ def _listed(numbers: "list[int] | set[int]") -> str:
 
 
 def _pinned_conflict(space: Space) -> Conflict | None:
-    """Return the conflict of a pin with the problem, or of two pins; None where each alone can be."""
+    """Return the conflict of pins with the problem; None where none is at fault alone."""
     pins, request, profile = space.pins, space.request, space.pricer.profile
     num_layers, per_node, batch = len(profile.layers), space.pricer.cluster.gpus_per_node, request.global_batch_size
-    for key, values in (*pins.values.items(), *pins.words.items()):
-        if len(values) > 1:
-            chosen = " and ".join(sorted(map(str, values)))
-            return Conflict(constraint="pins", message=f"{key} is pinned to {chosen}")
     pinned = {key: next(iter(values)) for key, values in pins.values.items()}
     tp, pp = pinned.get("tp_degree"), pinned.get("pp_degree")
     if tp is not None and tp not in space.tp_degrees:

@@ -75,15 +75,21 @@ def _count(text: str, what: str, least: int = 1) -> int:
 
 
 def read_pins(pairs: Sequence[Pair], profile: ModelProfile, option: str) -> Pins:
-    """Return constraints by meaning; UsageError names an unknown key, value or layer and the nearest known one."""
+    """Return constraints by meaning; UsageError names an unknown key, value or layer and the nearest known one.
+
+    A pin is given once; an exclusion rules out a value more every time.
+    """
     values: dict[str, frozenset[int]] = {}
     words: dict[str, frozenset[str]] = {}
     recompute: Literal["free", "none", "all", "named"] = "free"
     recomputed: frozenset[int] = frozenset()
     cuts: tuple[int, ...] | None = None
     stages: list[tuple[int, int]] = []
-    for key, value in pairs:
+    for position, (key, value) in enumerate(pairs):
         what = f"{option} {key}"
+        earlier = next((other for before, other in pairs[:position] if before == key), None)
+        if option == "--pin" and earlier is not None:
+            raise UsageError(f"{what} is given twice, as {earlier} and {value}", hint="give it once")
         if key in COUNTS:
             values[key] = values.get(key, frozenset()) | {_count(value, what)}
         elif key in WORDS:

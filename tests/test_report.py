@@ -1,0 +1,111 @@
+"""What people and scripts are shown of plans, profiles and solutions."""
+
+import json
+
+import pytest
+from rich.console import Console
+from strategies import ORIGIN, equal_profile, make_cluster, make_plan, random_profile, timed_profile
+
+from planner import cost
+from planner.cluster import Cluster
+from planner.model_profile import ModelProfile
+from planner.plan import Plan
+from planner.report import explain, plan_json, plan_table, profile_table, solution_json, timeline
+from planner.report.text import layer_ranges, rank_ranges
+from planner.solver import Solution, SolveRequest, solve
+
+
+def shown(*renderables: object, width: int = 200) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        for renderable in renderables:
+            console.print(renderable)
+    return capture.get()
+
+
+def solved(profile: ModelProfile, cluster: Cluster, batch: int, *pins: tuple[str, str]) -> Solution:
+    request = SolveRequest(num_gpus=cluster.num_gpus, global_batch_size=batch, pins=pins)
+    return solve(profile, cluster, request, origin=ORIGIN)
+
+
+def priced(plan: Plan, profile: ModelProfile) -> Plan:
+    return plan.replace(prediction=cost.evaluate(plan, profile, make_cluster(plan.num_gpus)))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["wte", "h.0", "h.1", "h.2", "ln_f"], "wte, h.0-2, ln_f"),
+        (["h.9", "h.10", "h.12"], "h.9-10, h.12"),
+        (["enc.0.mlp", "enc.1.mlp", "dec.2.mlp"], "enc.0-1.mlp, dec.2.mlp"),
+        (["0", "1"], "0-1"),
+        (["head"], "head"),
+    ],
+)
+def test_layers_are_shown_as_ranges(names: list[str], text: str) -> None:
+    assert layer_ranges(names) == text
+
+
+def test_ranks_are_shown_as_ranges() -> None:
+    assert rank_ranges([0, 1, 2, 5, 8, 9]) == "0-2, 5, 8-9"
+
+
+def test_the_schedule_is_drawn_to_scale() -> None:
+    profile = timed_profile([1.0, 1.0], [2.0, 2.0])
+    assert timeline(priced(make_plan(profile, [1], m=3), profile), width=48).splitlines()[:2] == [
+        "stage 0  |F0..F1..        B0::::::F2..B1::::::    B2::::::|",
+        "stage 1  |    F0..B0::::::F1..B1::::::F2..B2::::::        |",
+    ]
+
+
+def test_a_plan_is_told_with_its_proof() -> None:
+    profile = equal_profile(8, activation=1000, params=100, forward_flops=1e9)
+    solution = solved(profile, make_cluster(4, intra=(1e5, 0.01)), 16, ("pp_degree", "2"), ("tp_degree", "1"))
+    assert solution.plan is not None
+    text = shown(*explain(solution.plan))
+    for part in (
+        "proven optimal", "2 stages x tp 1 x dp 2 on 4 GPUs", "layers.0-3", "Bottleneck: stage", "Bubble: the GPUs",
+        "Exposed communication", "Memory: stage 0 is fullest", "activation", "runners-up", "% slower", "MFU",
+    ):  # fmt: skip
+        assert part in text
+    assert "layers.4-7" in shown(plan_table(solution.plan))
+
+
+def test_a_plan_without_a_price_is_shown_as_such() -> None:
+    text = shown(*explain(make_plan(equal_profile(2))))
+    assert "not priced" in text
+    assert "solve again" in text
+
+
+def test_the_json_has_the_keys_that_scripts_rely_on() -> None:
+    profile = equal_profile(4, activation=1000, params=100)
+    solution = solved(profile, make_cluster(2), 8, ("pp_degree", "2"))
+    found = json.loads(json.dumps(solution_json(solution), allow_nan=False))
+    keys = {"status", "step_time_s", "lower_bound_s", "gap_fraction", "pp_degree", "num_microbatches", "schedule"}
+    assert keys | {"data_parallel", "stages", "runners_up"} <= set(found)
+    stage = {"layers", "tp_degree", "dp_degree", "microbatch_size", "recompute", "gpus", "time_s", "peak_bytes"}
+    assert all(stage <= set(one) for one in found["stages"])
+    assert found["status"] == "optimal"
+    assert found["lower_bound_s"] == found["step_time_s"]
+    assert [one["layers"] for one in found["stages"]] == [["layers.0", "layers.1"], ["layers.2", "layers.3"]]
+    assert solution.plan is not None
+    assert plan_json(solution.plan) == solution_json(solution)
+
+
+def test_the_json_of_no_plan_has_conflict_and_repairs() -> None:
+    solution = solved(equal_profile(2, params=1000), make_cluster(1, memory=100), 4)
+    found = json.loads(json.dumps(solution_json(solution)))
+    assert found["status"] == "infeasible"
+    assert found["conflict"]["constraint"] == "memory"
+    assert found["conflict"]["available_bytes"] == 100
+    assert found["conflict"]["least_peak_bytes"] == 2000 * (4 + 4 + 8)
+    assert found["repairs"][0].keys() == {"description", "step_time_s"}
+
+
+def test_a_profile_is_shown_by_runs_of_equal_layers() -> None:
+    text = shown(profile_table(equal_profile(12, params=1000, activation=2048)))
+    assert "layers.0-11" in text
+    assert "12 x 1 k" in text
+    assert "2 KiB" in text
+    tied = random_profile(1, num_layers=6, num_classes=1)
+    assert ("tied: " in shown(profile_table(tied))) == bool(tied.tied)
