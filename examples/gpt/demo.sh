@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 
+steps=${DEMO_STEPS:-30}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -16,7 +17,8 @@ run() {
 
 run planner profile examples/gpt/model.py --device cpu -o profiles/gpt.json
 run planner solve --gpus 4 --profile profiles/gpt.json -o plan.py
+run planner explain plan.py
 run planner verify plan.py
-run torchrun --nproc-per-node 4 examples/gpt/train.py --plan plan.py --losses "$work/plan.json"
-run python examples/gpt/train.py --single --losses "$work/single.json"
+run torchrun --nproc-per-node 4 examples/gpt/train.py --plan plan.py --steps "$steps" --losses "$work/plan.json"
+run python examples/gpt/train.py --single --steps "$steps" --losses "$work/single.json"
 run python examples/gpt/compare.py "$work/plan.json" "$work/single.json"
