@@ -100,7 +100,7 @@ def test_values_that_follow_the_models_dtype_are_told_from_islands() -> None:
     models.INPUTS[Island] = lambda rows: (torch.randn(rows, 8),)
     program = program_of(capture(models.model_file(Island)))
     followed = {name: tensor.follows_model_dtype for name, tensor in program.tensors.items()}
-    assert followed == {"x": True, "first": True, "second": True, "float": False}
+    assert followed == {"x": True, "first": True, "second": True, "float_2": False}
 
 
 @pytest.mark.parametrize(

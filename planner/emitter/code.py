@@ -322,6 +322,13 @@ def _value(transfer: Transfer, title: str, rows: int) -> str:
     return f"Value({', '.join(options)})"
 
 
+def input_value(name: str, tensor: Tensor, rows: int) -> str:
+    """Return the expression that describes an input of the model to the runtime."""
+    options = [f'"{name}"', f"shape={_tuple(tensor.sizes(rows))}"]
+    options += [] if tensor.batch_dim == 0 else ["batched=False"]
+    return f"Value({', '.join(options)})"
+
+
 def _tuple(items: Iterable[int]) -> str:
     listed = [str(item) for item in items]
     return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"

@@ -73,6 +73,8 @@ class Renderer:
             case Device():
                 return self.device
             case TrainingValue(training, evaluation):
+                if (training, evaluation) == (True, False):
+                    return "self.training"
                 return f"({training!r} if self.training else {evaluation!r})"
             case Fields(items):
                 return f"Output({', '.join(f'{name}={self.argument(item)}' for name, item in items)})"

@@ -7,7 +7,7 @@ import json
 import pprint
 from collections.abc import Iterator
 
-from planner.emitter.code import stage_code, tensor_parallel_code, tensor_parallel_name
+from planner.emitter.code import input_value, stage_code, tensor_parallel_code, tensor_parallel_name
 from planner.emitter.layout import wrap_lines
 from planner.emitter.stages import StageCode, stage_codes
 from planner.model_profile import ModelProfile
@@ -61,8 +61,11 @@ def _generated(plan: Plan, profile: ModelProfile, stages: list[StageCode], tied:
     yield f"STAGES = ({', '.join(names)}{',' if len(names) == 1 else ''})"
     groups = [f"({', '.join(repr(name) for name in group)})".replace("'", '"') for group in profile.tied]
     yield f"TIED = ({', '.join(groups)}{',' if len(groups) == 1 else ''})"
-    inputs = [f'"{name}"' for name in profile.program.inputs]
-    yield f"INPUTS = ({', '.join(inputs)}{',' if len(inputs) == 1 else ''})"
+    yield "INPUTS = ("
+    rows = plan.microbatch_size
+    for name in profile.program.inputs:
+        yield f"    {input_value(name, profile.program.tensors[name], rows)},"
+    yield ")"
 
 
 def _stage_summary(plan: Plan, index: int) -> str:

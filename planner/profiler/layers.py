@@ -1,5 +1,6 @@
 """Turns selected calls into a program with readable names, and divides it into layers and layer classes."""
 
+import builtins
 import keyword
 import re
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ _RANDOM = {
     "gumbel_softmax",
     "rrelu",
 }
-_RESERVED = {"self", "torch", "nn", "F", "operator", "math", "layer", "dist", "enter", "recompute", "plan"}
+_RESERVED = {*dir(builtins), "self", "torch", "nn", "F", "operator", "math", "layer", "dist", "enter", "recompute", "plan"}
 
 
 class _Names:

@@ -262,7 +262,8 @@ class _Recorder(TorchFunctionMode):
             self.in_leaf = False
         if call.leaf:
             known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
-            result = _fresh(result, known)
+            with torch._C.DisableTorchFunction():  # not a call of the model's
+                result = _fresh(result, known)
         call.result = self.encode(result, defining=True)
         self.frames[-1].append(call)
         return result

@@ -19,4 +19,6 @@ class Stage0(PlanStage):
 
 STAGES = (Stage0,)
 TIED = (("embed.weight", "head.weight"),)
-INPUTS = ("ids",)
+INPUTS = (
+    Value("ids", shape=(2, 4)),
+)

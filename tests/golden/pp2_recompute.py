@@ -39,4 +39,6 @@ class Stage1(PlanStage):
 
 STAGES = (Stage0, Stage1)
 TIED = (("embed.weight", "head.weight"),)
-INPUTS = ("ids",)
+INPUTS = (
+    Value("ids", shape=(2, 4)),
+)

@@ -32,7 +32,7 @@ def block_tp2_forward(self, x):
     add_tp = enter(add, self.tp_group)
     up = self.up(add_tp)
     gelu = F.gelu(up)
-    dropout = F.dropout(gelu, p=0.25, training=(True if self.training else False), inplace=False)
+    dropout = F.dropout(gelu, p=0.25, training=self.training, inplace=False)
     down = self.down(dropout)
     add_2 = add + down
     return add_2
@@ -96,4 +96,6 @@ class Stage1(PlanStage):
 
 STAGES = (Stage0, Stage1)
 TIED = (("embed.weight", "head.weight"),)
-INPUTS = ("ids",)
+INPUTS = (
+    Value("ids", shape=(2, 4)),
+)
