@@ -37,6 +37,12 @@ def profile(
     inputs: Annotated[
         str | None, typer.Option(metavar="NAME", help="The file's function that makes inputs (example_inputs).")
     ] = None,
+    blocks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME", help="Lists whose members are the layers, like model.layers (found by itself)."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here (profiles/NAME.json).")
     ] = None,
@@ -63,6 +69,7 @@ def profile(
             tp_degrees=degrees,
             dtype=dtype,
             inputs=inputs,
+            blocks=tuple(part.strip() for part in blocks.split(",")) if blocks else (),
             progress=progress,
         )
     path = output or PROFILES_FOLDER / f"{result.name}.json"

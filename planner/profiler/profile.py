@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -295,7 +296,7 @@ def _provenance(
     shapes = {name: tuple(tensor.shape) for name, tensor in input_tensors(captured.model, args, kwargs).items()}
     tokens = next((shape[1] for name, shape in shapes.items() if len(shape) == 2 and not _is_float(captured, name)), 0)
     return Provenance(
-        model_path=str(file.path),
+        model_path=_portable(file.path),
         model_hash=captured.model_hash,
         build_function=file.build_function,
         inputs_function=file.inputs_function,
@@ -311,6 +312,11 @@ def _provenance(
         tokens_per_row=tokens,
         num_threads=torch.get_num_threads(),
     )
+
+
+def _portable(path: Path) -> str:
+    """Return a path relative to the current folder where it is inside it: profiles and plans then move with the files."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _is_float(captured: Capture, name: str) -> bool:
