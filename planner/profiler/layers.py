@@ -33,7 +33,20 @@ _RANDOM = {
     "gumbel_softmax",
     "rrelu",
 }
-_RESERVED = {*dir(builtins), "self", "torch", "nn", "F", "operator", "math", "layer", "dist", "enter", "recompute", "plan"}
+_RESERVED = {
+    *dir(builtins),
+    "self",
+    "torch",
+    "nn",
+    "F",
+    "operator",
+    "math",
+    "layer",
+    "layers",
+    "dist",
+    "enter",
+    "recompute",
+}
 
 
 class _Names:

@@ -315,7 +315,7 @@ def _provenance(
 
 
 def _portable(path: Path) -> str:
-    """Return a path relative to the current folder where it is inside it: profiles and plans then move with the files."""
+    """Return a path relative to the current folder where it is inside: profiles and plans move with their files."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

@@ -154,6 +154,8 @@ class _Ranks:
             for index in range(len(self.gpus[holders[0]])) if len(holders) > 1 else ():
                 group = self._group([self.gpus[holder][index] for holder in holders])
                 if group is not None:
-                    first = next(holder for holder in holders if _holds(STAGES[holder], names[0]))
+                    # no stage may read the first name (a module registered twice): then the next one
+                    read = next(name for name in names if any(_holds(STAGES[holder], name) for holder in holders))
+                    first = next(holder for holder in holders if _holds(STAGES[holder], read))
                     found.append((names, self.gpus[first][index], group))
         return found
