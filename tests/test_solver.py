@@ -20,7 +20,7 @@ from strategies import (
 
 from planner import cost
 from planner.cluster import Cluster
-from planner.errors import UsageError
+from planner.errors import PlannerError, UsageError
 from planner.model_profile import Edge, LayerClass, ModelProfile
 from planner.plan import Plan
 from planner.solver import Solution, SolveRequest, branch, recompute, solve
@@ -359,6 +359,16 @@ def test_an_ended_search_tells_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.plan.prediction is not None
     step_s = ended.plan.prediction.step_time_s
     assert ended.gap_fraction == pytest.approx((step_s - ended.lower_bound_s) / ended.lower_bound_s)
+
+
+def test_a_search_ended_before_any_plan_is_no_proof_of_infeasibility(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(budget: branch.Budget) -> None:
+        raise branch.OutOfTimeError
+
+    monkeypatch.setattr(branch.Budget, "spend", end)
+    with pytest.raises(PlannerError, match="ended before any plan was found") as caught:
+        ask(timed_profile([1.0] * 4), make_cluster(2), 4)
+    assert "--time-limit" in caught.value.hint
 
 
 @pytest.mark.parametrize("seed", range(6))

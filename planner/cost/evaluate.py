@@ -1,46 +1,20 @@
 """`evaluate`: the only place where a plan is priced."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from planner.cluster import Cluster, Gpu
 from planner.cost.communication import Route, collective_s, message_route, ring_route, slowest, transfer_s
 from planner.cost.layers import REPLICATED, LayerNumbers, layer_numbers, parameter_sharding, tie_conflict
 from planner.cost.memory import input_bytes, stage_values
-from planner.cost.simulation import Message, Played, play
-from planner.cost.stage import StageTimes, stage_elements, stage_memory, stage_times
+from planner.cost.simulation import Message
+from planner.cost.stage import stage_elements, stage_memory, stage_times
 from planner.cost.states import COMPUTE_DTYPE, StateRules
+from planner.cost.step import Event, PricedStages, all_events, finish_step, play_stages
 from planner.errors import UsageError
 from planner.graph import crossing_edges, shared_storages
 from planner.model_profile import ModelProfile
-from planner.plan import MemoryUse, Plan, Prediction, StagePrediction
+from planner.plan import Plan, Prediction, StagePrediction
 from planner.schedule import Action, stage_actions
-
-EventKind = Literal["F", "B", "prepare", "reduce", "tied", "optimizer"]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something a stage does, in seconds from the start of the step; `microbatch` is -1 for what is done once."""
-
-    stage: int
-    kind: EventKind
-    microbatch: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Priced:
-    """A plan's stages, priced one by one."""
-
-    times: tuple[StageTimes, ...]
-    memory: tuple[MemoryUse, ...]
-    messages: tuple[Message, ...]
-    tied: tuple[tuple[tuple[int, ...], float], ...]
-    """(stages that hold a shared parameter, seconds of summing its gradients)"""
-    actions: tuple[tuple[Action, ...], ...]
 
 
 class Pricer:
@@ -112,8 +86,8 @@ class Pricer:
     def evaluate(self, plan: Plan) -> Prediction:
         """Return what a plan costs; UsageError or ProfileError where it does not fit the profile or the cluster."""
         priced = self._price(plan)
-        step_s = _finish(priced, _play(priced))[0]
-        silent_s = _finish(priced, _play(priced, comm=False), comm=False)[0]
+        step_s = finish_step(priced, play_stages(priced))[0]
+        silent_s = finish_step(priced, play_stages(priced, comm=False), comm=False)[0]
         m = plan.num_microbatches
         tied_s = [sum(seconds for stages, seconds in priced.tied if s in stages) for s in range(plan.pp_degree)]
         sends: list[float] = [0.0] * plan.pp_degree
@@ -150,7 +124,7 @@ class Pricer:
 
     def timeline(self, plan: Plan) -> tuple[Event, ...]:
         """Return everything the stages do, in the order of stage and start."""
-        return tuple(sorted(_events(self._price(plan)), key=lambda event: (event.stage, event.start_s)))
+        return tuple(sorted(all_events(self._price(plan)), key=lambda event: (event.stage, event.start_s)))
 
     def _mfu(self, plan: Plan, step_s: float) -> float | None:
         """Return model FLOPs (three forwards of useful work, no recomputation) over what the GPUs could do."""
@@ -161,7 +135,7 @@ class Pricer:
             return None
         return 3.0 * self.profile.forward_flops_per_row * plan.global_batch_size / (step_s * sum(known))
 
-    def _price(self, plan: Plan) -> _Priced:
+    def _price(self, plan: Plan) -> PricedStages:
         spans = self._spans(plan)
         actions = stage_actions(plan.schedule, plan.pp_degree, plan.num_microbatches)
         times, memory, shardings, locals_ = [], [], {}, {}
@@ -187,7 +161,7 @@ class Pricer:
                     _most_in_flight(todo), self.cluster.memory_reserve,
                 )
             )  # fmt: skip
-        return _Priced(
+        return PricedStages(
             times=tuple(times),
             memory=tuple(memory),
             messages=tuple(self._messages(plan, spans)),
@@ -286,58 +260,6 @@ def _most_in_flight(actions: Sequence[Action]) -> int:
         held += 1 if action.kind == "F" else -1
         most = max(most, held)
     return most
-
-
-def _play(priced: _Priced, *, comm: bool = True) -> Played:
-    """Return when every action runs; without any communication if `comm` is False."""
-    messages = priced.messages
-    if not comm:
-        messages = tuple(Message(m.source, m.target, 0.0, 0.0, has_gradient=m.has_gradient) for m in messages)
-    return play(
-        priced.actions,
-        [t.forward_action_s(comm=comm) for t in priced.times],
-        [t.backward_action_s(comm=comm) for t in priced.times],
-        messages,
-        [t.cast_s + (t.gather_s if comm else 0.0) for t in priced.times],
-    )
-
-
-def _finish(priced: _Priced, played: Played, *, comm: bool = True) -> tuple[float, list[Event]]:
-    """Return the step time, and what every stage does after its last backward.
-
-    Gradients are reduced within the stage, then those of shared parameters summed between stages, in the order of the
-    groups; then the optimizer runs.
-    """
-    done = list(played.stage_ends_s)
-    events: list[Event] = []
-    for stage, t in enumerate(priced.times):
-        seconds = t.reduce_s if comm else 0.0
-        if seconds:
-            events.append(Event(stage, "reduce", -1, done[stage], done[stage] + seconds))
-            done[stage] += seconds
-    for stages, seconds in priced.tied:
-        start = max(done[stage] for stage in stages)
-        for stage in stages:
-            done[stage] = start + (seconds if comm else 0.0)
-            events.append(Event(stage, "tied", -1, start, done[stage]))
-    for stage, t in enumerate(priced.times):
-        events.append(Event(stage, "optimizer", -1, done[stage], done[stage] + t.optimizer_s))
-    return max(event.end_s for event in events), events
-
-
-def _events(priced: _Priced) -> list[Event]:
-    """Return what the stages do, at which times."""
-    played = _play(priced)
-    events = _finish(priced, played)[1]
-    for stage, actions in enumerate(priced.actions):
-        ready = priced.times[stage].cast_s + priced.times[stage].gather_s
-        if ready:
-            events.append(Event(stage, "prepare", -1, 0.0, ready))
-        events.extend(
-            Event(stage, action.kind, action.microbatch, start, end)
-            for action, start, end in zip(actions, played.starts_s[stage], played.ends_s[stage], strict=True)
-        )
-    return events
 
 
 def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Prediction:

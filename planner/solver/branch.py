@@ -39,6 +39,10 @@ class Budget:
     def spend(self) -> None:
         """Count a node; OutOfTimeError where the time is up."""
         self.num_nodes += 1
+        self.check()
+
+    def check(self) -> None:
+        """OutOfTimeError where the time is up."""
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTimeError
 
@@ -85,13 +89,14 @@ class Branch:
         for station in self.stations:
             self.prefix.append(np.min(np.maximum(self.prefix[-1][:, None], station), axis=0))
 
-    def refine(self, limit_s: float) -> None:
+    def refine(self, limit_s: float, budget: Budget) -> None:
         """Put the recomputation that stages really need in place of its bound, where a better plan might use it."""
         changed = False
         for s, station in enumerate(self.stations):
             extra = self.problem.extra[s]
             below = (extra > 0) & (np.maximum(station, self.prefix[s][:, None]) < limit_s)
             for a, b in zip(*np.nonzero(below), strict=True):
+                budget.check()
                 choice = self.problem.recompute(s, int(a), int(b))
                 extra[a, b] = np.inf if choice is None else choice.seconds
             if below.any():
@@ -147,7 +152,7 @@ class Branch:
 
         `offer` prices a plan and returns the best step time known then.
         """
-        self.refine(incumbent_s)
+        self.refine(incumbent_s, budget)
         while self.open:
             node = self.open[-1]
             if node.bound >= incumbent_s * (1 - TOLERANCE):

@@ -10,8 +10,9 @@ from planner.plan import SCHEDULES
 from planner.solver.arithmetic import arithmetic_conflict
 from planner.solver.branch import Span
 from planner.solver.problem import Problem, Setting
+from planner.solver.problems import Problems
 from planner.solver.request import SolveRequest
-from planner.solver.search import Problems, with_shardings
+from planner.solver.settings import with_shardings
 from planner.solver.solution import Conflict, Repair
 from planner.solver.space import Space, divisors, tensor_routes
 from planner.units import format_bytes
@@ -154,7 +155,9 @@ def _candidates(space: Space, conflict: Conflict) -> Iterator[tuple[str, Cluster
             cluster.model_copy(update={"gpus": gpus}),
             request,
         )
-        for factor in (2, 4, 8):
+        for factor in (2, 4, 8, 16, 32):
+            if needed > 2 * factor * (conflict.available_bytes or needed):
+                continue  # states divide by the GPUs at best, and half of the need may be activations
             num_gpus = factor * request.num_gpus
             groups = cluster.node_groups
             while sum(group.count * group.gpus_per_node for group in groups) < num_gpus:

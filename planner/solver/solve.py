@@ -3,14 +3,15 @@
 from planner.cluster import Cluster
 from planner.cost.evaluate import Pricer
 from planner.cost.states import WORKING_BYTES
-from planner.errors import UsageError
+from planner.errors import PlannerError, UsageError
 from planner.model_profile import ModelProfile
 from planner.plan import Origin, SolverReport
 from planner.program import dtype_bytes
 from planner.solver.infeasible import find_conflict, find_repairs
+from planner.solver.problems import Problems
 from planner.solver.request import SolveRequest, read_pins
 from planner.solver.runners_up import runners_up
-from planner.solver.search import Problems, Progress, search
+from planner.solver.search import Progress, search
 from planner.solver.solution import Solution
 from planner.solver.space import Space
 
@@ -40,9 +41,9 @@ def solve(
     best = outcome.incumbent.best
     if best is None:
         if outcome.lower_bound_s < float("inf"):
-            raise UsageError(
-                f"the time limit of {request.time_limit_s} s ended the search before any plan was found",
-                hint="give a longer --time-limit",
+            raise PlannerError(
+                "the search was ended before any plan was found, and before it was shown that there is none",
+                hint="give it more time: a longer --time-limit, or none",
             )
         conflict = find_conflict(space, Problems(space, origin))
 

@@ -5,7 +5,9 @@ Constraints have names, which an infeasible problem quotes:
     gpus          pp_degree * tp_degree * dp_degree = num_gpus
     batch         microbatch_size * num_microbatches * dp_degree = global_batch_size
     layers        pp_degree <= number of layers
-    sharding      tp_degree > 1 needs a layer with costs at that degree; tied parameters are divided the same way
+    sharding      tp_degree > 1 needs a layer with costs at that degree; a block that can be divided is (whole on every
+                  rank it would be computed again and again: that is what fewer GPUs are for), and tied parameters are
+                  divided the same way
     node          tp_degree <= GPUs of a node
     warm-up       num_microbatches >= pp_degree for 1f1b
     pins          what people fixed or excluded
@@ -121,18 +123,21 @@ class Space:
         """Return the choices of sharding per layer class worth trying, and whether these are all.
 
         A candidate that another one of its class equals or beats in every number is left out, unless it divides a
-        shared parameter otherwise. Classes left out of a choice are replicated.
+        shared parameter otherwise. Classes left out of a choice are replicated: embeddings, heads and what can't be
+        divided, never an opened block that can.
         """
         if tp == 1:
             return [()], True
         profile = self.pricer.profile
         options: list[list[str]] = []
         for layer_class in profile.layer_classes:
-            names = [REPLICATED] + [
+            names = [
                 s.name
                 for s in layer_class.shardings
                 if s.tp_degree == tp and self.has_cost(layer_class.name, s.name, tp)
             ]
+            if not names or layer_class.body is None:
+                names.insert(0, REPLICATED)
             options.append(self._undominated(layer_class.name, names, tp, rows, routes))
         found: list[Shardings] = []
         for chosen in product(*options):

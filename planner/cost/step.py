@@ -1,0 +1,86 @@
+"""A step of priced stages: the actions played, then what every stage does after its last backward."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.cost.simulation import Message, Played, play
+from planner.cost.stage import StageTimes
+from planner.plan import MemoryUse
+from planner.schedule import Action
+
+EventKind = Literal["F", "B", "prepare", "reduce", "tied", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a stage does, in seconds from the start of the step; `microbatch` is -1 for what is done once."""
+
+    stage: int
+    kind: EventKind
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PricedStages:
+    """A plan's stages, priced one by one."""
+
+    times: tuple[StageTimes, ...]
+    memory: tuple[MemoryUse, ...]
+    messages: tuple[Message, ...]
+    tied: tuple[tuple[tuple[int, ...], float], ...]
+    """(stages that hold a shared parameter, seconds of summing its gradients)"""
+    actions: tuple[tuple[Action, ...], ...]
+
+
+def play_stages(priced: PricedStages, *, comm: bool = True) -> Played:
+    """Return when every action runs; without any communication if `comm` is False."""
+    messages = priced.messages
+    if not comm:
+        messages = tuple(Message(m.source, m.target, 0.0, 0.0, has_gradient=m.has_gradient) for m in messages)
+    return play(
+        priced.actions,
+        [t.forward_action_s(comm=comm) for t in priced.times],
+        [t.backward_action_s(comm=comm) for t in priced.times],
+        messages,
+        [t.cast_s + (t.gather_s if comm else 0.0) for t in priced.times],
+    )
+
+
+def finish_step(priced: PricedStages, played: Played, *, comm: bool = True) -> tuple[float, list[Event]]:
+    """Return the step time, and what every stage does after its last backward.
+
+    Gradients are reduced within the stage, then those of shared parameters summed between stages, in the order of the
+    groups; then the optimizer runs.
+    """
+    done = list(played.stage_ends_s)
+    events: list[Event] = []
+    for stage, t in enumerate(priced.times):
+        seconds = t.reduce_s if comm else 0.0
+        if seconds:
+            events.append(Event(stage, "reduce", -1, done[stage], done[stage] + seconds))
+            done[stage] += seconds
+    for stages, seconds in priced.tied:
+        start = max(done[stage] for stage in stages)
+        for stage in stages:
+            done[stage] = start + (seconds if comm else 0.0)
+            events.append(Event(stage, "tied", -1, start, done[stage]))
+    for stage, t in enumerate(priced.times):
+        events.append(Event(stage, "optimizer", -1, done[stage], done[stage] + t.optimizer_s))
+    return max(event.end_s for event in events), events
+
+
+def all_events(priced: PricedStages) -> list[Event]:
+    """Return what the stages do, at which times."""
+    played = play_stages(priced)
+    events = finish_step(priced, played)[1]
+    for stage, actions in enumerate(priced.actions):
+        ready = priced.times[stage].cast_s + priced.times[stage].gather_s
+        if ready:
+            events.append(Event(stage, "prepare", -1, 0.0, ready))
+        events.extend(
+            Event(stage, action.kind, action.microbatch, start, end)
+            for action, start, end in zip(actions, played.starts_s[stage], played.ends_s[stage], strict=True)
+        )
+    return events

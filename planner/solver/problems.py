@@ -1,0 +1,151 @@
+"""From settings to problems, whose tables many settings share, and from choices to plans."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.cost.communication import Route
+from planner.cost.states import StateRules
+from planner.graph import spine
+from planner.plan import Origin, Plan, Stage
+from planner.solver.branch import Span
+from planner.solver.problem import Position, Problem, Setting
+from planner.solver.recompute import Choice
+from planner.solver.space import Shardings, Space, tensor_routes
+from planner.solver.tables import Bools, Crossing, LayerTable, StateTable
+
+
+class Problems:
+    """Makes the problem of a setting; keeps the tables that settings share."""
+
+    def __init__(self, space: Space, origin: Origin) -> None:
+        self.space, self.origin = space, origin
+        self._crossings: dict[int, Crossing] = {}
+        self._tables: dict[tuple[int, int, Shardings, Route], LayerTable] = {}
+        self._spines: dict[tuple[int, int, Shardings, Route], tuple[tuple[int, ...], ...]] = {}
+        self._masks: dict[int, list[Bools]] = {}
+
+    @property
+    def recompute_choices(self) -> list[tuple[bool, ...]]:
+        """Whether each layer may be kept, recomputed, or either, by pins and exclusions."""
+        pins, exclusions = self.space.pins, self.space.exclusions
+        choices: list[tuple[bool, ...]] = []
+        for index in range(len(self.space.pricer.profile.layers)):
+            allowed = {False, True}
+            if pins.recompute == "none" or exclusions.recompute == "all" or index in exclusions.recomputed:
+                allowed &= {False}
+            if pins.recompute == "all" or exclusions.recompute == "none":
+                allowed &= {True}
+            if pins.recompute == "named":
+                allowed &= {index in pins.recomputed}
+            choices.append(tuple(sorted(allowed)))
+        return choices
+
+    def of(self, setting: Setting, *, memory_bytes: int | None = None) -> Problem:
+        """Return the problem of a setting; `memory_bytes` replaces the GPUs' own memory."""
+        pricer, space = self.space.pricer, self.space
+        pp, tp, dp, rows = setting.pp_degree, setting.tp_degree, setting.dp_degree, setting.microbatch_size
+        gpus = space.stage_gpus(pp, tp, dp)
+        if rows not in self._crossings:
+            self._crossings[rows] = Crossing.of(pricer, rows)
+        rules = StateRules(space.request.optimizer, space.request.precision, setting.data_parallel, dp)
+        shardings = dict(setting.shardings)
+        states: dict[tuple[Route, Route], StateTable] = {}
+        positions = []
+        masks = self._allowed(pp)
+        for s, route in enumerate(tensor_routes(pricer, gpus, tp)):
+            key = (rows, tp, setting.shardings, route)
+            if key not in self._tables:
+                table = LayerTable(
+                    pricer, self._crossings[rows], rows, tp, shardings, route, self.recompute_choices
+                )  # fmt: skip
+                self._tables[key] = table
+                profile = pricer.profile
+                self._spines[key] = (
+                    spine(profile, table.forward.tolist(), gradients=False),
+                    spine(profile, table.backward.tolist(), gradients=True),
+                )
+            table = self._tables[key]
+            dp_route = pricer.data_route(gpus[s], tp)
+            if (route, dp_route) not in states:
+                states[route, dp_route] = StateTable.of(
+                    table, rules, pricer.cluster.gpu_at(0), tp, dp_route, pricer.cluster.memory_reserve
+                )
+            positions.append(
+                Position(
+                    layers=table,
+                    states=states[route, dp_route],
+                    budget_bytes=memory_bytes or min(pricer.cluster.gpu_at(rank).memory for rank in gpus[s]),
+                    in_flight=setting.num_microbatches if setting.schedule == "gpipe" else pp - s,
+                    allowed=masks[s],
+                )
+            )
+        first_key = (rows, tp, setting.shardings, positions[0].layers.route)
+        spines = self._spines[first_key]
+        cluster = pricer.cluster
+        return Problem(
+            setting,
+            positions,
+            {(s, s + 1): pricer.message_route(gpus[s], gpus[s + 1]) for s in range(pp - 1)},
+            (spines[0], spines[1]),
+            [(shared, repeat[2]) for shared, repeat in zip(pricer.shared, pricer.repeats(tp, shardings), strict=True)],
+            rules,
+            max(cluster.intra_node.bandwidth, cluster.inter_node.bandwidth),
+        )
+
+    def _allowed(self, pp: int) -> list[Bools]:
+        """Return for every position which [a, b) may stand there, by order, pinned cuts and pinned stages."""
+        if pp not in self._masks:
+            count = len(self.space.pricer.profile.layers)
+            a, b = np.indices((count + 1, count + 1))
+            cut_ok = np.ones(count + 1, dtype=bool)
+            pins, exclusions = self.space.pins, self.space.exclusions
+            if pins.cuts is not None:
+                cut_ok[1:count] = False
+                cut_ok[list(pins.cuts)] = True
+            cut_ok[list(exclusions.cuts or ())] = False
+            masks = []
+            for s in range(pp):
+                mask = (a < b) & (a >= s) & (count - b >= pp - 1 - s) & cut_ok[a] & cut_ok[b]
+                mask &= (a == 0) if s == 0 else (a > 0)
+                mask &= (b == count) if s == pp - 1 else (b < count)
+                for layer, stage in pins.stages:
+                    inside = (a <= layer) & (layer < b)
+                    mask &= inside if stage == s else ~inside
+                for layer, stage in exclusions.stages:
+                    if stage == s:
+                        mask &= ~((a <= layer) & (layer < b))
+                masks.append(mask)
+            self._masks[pp] = masks
+        return self._masks[pp]
+
+    def plan(self, setting: Setting, spans: Sequence[Span], choices: Sequence[Choice]) -> Plan:
+        """Return the plan, without a prediction."""
+        profile, request = self.space.pricer.profile, self.space.request
+        gpus = self.space.stage_gpus(setting.pp_degree, setting.tp_degree, setting.dp_degree)
+        chosen = dict(setting.shardings)
+        stages = []
+        for (first, stop), choice, ranks in zip(spans, choices, gpus, strict=True):
+            layers = profile.layers[first:stop]
+            classes = dict.fromkeys(layer.layer_class for layer in layers)
+            stages.append(
+                Stage(
+                    layers=tuple(layer.name for layer in layers),
+                    tp_degree=setting.tp_degree,
+                    dp_degree=setting.dp_degree,
+                    microbatch_size=setting.microbatch_size,
+                    recompute=tuple(profile.layers[index].name for index in choice.layers),
+                    shardings={name: chosen[name] for name in classes if name in chosen},
+                    gpus=ranks,
+                )
+            )
+        return Plan(
+            global_batch_size=request.global_batch_size,
+            num_microbatches=setting.num_microbatches,
+            schedule=setting.schedule,
+            data_parallel=setting.data_parallel,
+            optimizer=request.optimizer,
+            precision=request.precision,
+            stages=tuple(stages),
+            origin=self.origin,
+        )
