@@ -31,7 +31,7 @@ def verify(
     from planner.runner import verify as run
 
     with progress_bar("verify") as progress:
-        report = run(plan, model=model, timeout_s=seconds, progress=progress, make_twin=partial(_make_twin, model))
+        report = run(plan, model=model, timeout_s=seconds, progress=progress, make_twin=partial(make_plan_twin, model))
     if as_json:
         write_json(
             {
@@ -55,7 +55,7 @@ def verify(
         raise typer.Exit(FAILED)
 
 
-def _make_twin(
+def make_plan_twin(
     model: str | None, plan: "Plan", num_processes: int, shrink: "Shrink | None"
 ) -> tuple[str, tuple[str, ...]] | None:
     """Return the source of a small plan of the same kind, from a profile of its model, and what it leaves open."""
