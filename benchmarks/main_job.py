@@ -1,4 +1,4 @@
-"""The main job by its commands, on model files: profile, solve for 2, 4 and 8 GPUs with degrees pinned, verify each plan.
+"""The main job by its commands, on model files: profile, solve for 2, 4 and 8 GPUs with degrees pinned, verify.
 
     python benchmarks/main_job.py MODEL.py [MODEL.py ...]
 
@@ -69,6 +69,7 @@ def run_model(model: Path, folder: Path) -> int:
 
 
 def main() -> int:
+    """Return the exit code: 1 if a plan is not exact."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
     arguments = parser.parse_args()

@@ -63,12 +63,13 @@ def subsets(names: list[str]) -> list[tuple[str, ...]]:
 
 
 def all_shardings(profile: ModelProfile, tp: int) -> list[dict[str, str]]:
-    """Return every choice per layer class; at tp > 1 at least one class is divided."""
+    """Return every choice per layer class; at tp > 1 one at least is divided, and opened blocks that can be."""
     if tp == 1:
         return [{}]
     options = [
-        [None, *(sharding.name for sharding in layer_class.shardings if sharding.tp_degree == tp)]
+        names + ([None] if layer_class.body is None or not names else [])
         for layer_class in profile.layer_classes
+        for names in [[sharding.name for sharding in layer_class.shardings if sharding.tp_degree == tp]]
     ]
     chosen = (
         {layer_class.name: name for layer_class, name in zip(profile.layer_classes, names, strict=True) if name}

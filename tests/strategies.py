@@ -352,7 +352,9 @@ def _random_class(draw: random.Random, name: str, tp_degrees: Sequence[int]) -> 
                     params=params // degree if divided_here else params,
                 )
             )
-    return LayerClass(name=name, module_class="Layer", shardings=tuple(shardings), costs=tuple(costs))
+    # An opened block must be divided where it can be; embeddings and heads, which are not opened, may stay whole.
+    body = Program(inputs=(), nodes=(), output=None, tensors={}) if draw.random() < 0.5 else None
+    return LayerClass(name=name, module_class="Layer", body=body, shardings=tuple(shardings), costs=tuple(costs))
 
 
 def random_cluster(seed: int, num_gpus: int, *, memory: int = 2**40) -> Cluster:

@@ -97,7 +97,7 @@ def full_llama() -> Iterator[ModelProfile]:
 
 
 def counted_bytes(profile: ModelProfile, plan: Plan, index: int) -> int:
-    """Return the bytes of a stage's fullest GPU by hand: states by parameter counts, activations by the layers' costs."""
+    """Return the bytes of a stage's GPU by hand: states by parameter counts, activations by the layers' costs."""
     stage = plan.stages[index]
     layers = {layer.name: layer for layer in profile.layers}
     elements = activations = logits = 0
