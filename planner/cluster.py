@@ -7,7 +7,9 @@ import difflib
 import hashlib
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from planner.errors import FileFormatError, UsageError
 from planner.records import Fraction, PositiveInt, Record, read_text, validate
@@ -47,13 +49,18 @@ class NodeGroup(Record):
 
 
 class Cluster(Record):
-    """Nodes and link levels. GPUs are numbered node by node, in the order of the groups."""
+    """Nodes and link levels. GPUs are numbered node by node, in the order of the groups.
+
+    `speed_fraction` is what each reaches of the speed that layers were profiled at: less than 1 for processes that share
+    the cores which a profile had for itself.
+    """
 
     name: str
     node_groups: tuple[NodeGroup, ...]
     intra_node: Link
     inter_node: Link
     memory_reserve: ByteSize
+    speed_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     source: str = ""
     gpus: dict[str, Gpu] = {}
 

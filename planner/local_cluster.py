@@ -35,11 +35,13 @@ def machine_memory_bytes() -> int:
 
 
 def shared_cores(cluster: Cluster) -> str | None:
-    """Return a warning where a cluster's processes outnumber this machine's cores: each was measured with one alone."""
-    num_cores = os.cpu_count() or 1
-    if CPU_NAME not in cluster.gpus or cluster.num_gpus <= num_cores:
+    """Return a note where a cluster's processes outnumber this machine's cores, and so compute slower than profiled."""
+    if cluster.speed_fraction == 1:
         return None
-    return f"{cluster.num_gpus} processes share {num_cores} cores: steps will take longer here than predicted"
+    return (
+        f"{cluster.num_gpus} processes share {os.cpu_count() or 1} cores: "
+        f"layers are priced at {cluster.speed_fraction:.0%} of the speed they were profiled at"
+    )
 
 
 def local_cluster(num_gpus: int) -> Cluster:
@@ -61,6 +63,7 @@ def local_cluster(num_gpus: int) -> Cluster:
         intra_node=loopback,
         inter_node=loopback,
         memory_reserve=PROCESS_RESERVE,
+        speed_fraction=min(1.0, (os.cpu_count() or 1) / num_gpus),
         source=f"gloo over loopback, assumed {LOOPBACK_BANDWIDTH} and {LOOPBACK_LATENCY}",
         gpus={CPU_NAME: cpu},
     )

@@ -1,6 +1,7 @@
 """`evaluate`: the only place where a plan is priced."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from planner.cluster import Cluster, Gpu
 from planner.cost.communication import Route, collective_s, message_route, ring_route, slowest, transfer_s
@@ -34,8 +35,10 @@ class Pricer:
         """Return what a layer of that class costs."""
         key = (class_name, rows, tp_degree, sharding, route)
         if key not in self._numbers:
-            self._numbers[key] = layer_numbers(
-                self.profile, self._classes[class_name], rows, tp_degree, sharding, route
+            found = layer_numbers(self.profile, self._classes[class_name], rows, tp_degree, sharding, route)
+            speed = self.cluster.speed_fraction
+            self._numbers[key] = replace(
+                found, forward_s=found.forward_s / speed, backward_s=found.backward_s / speed
             )
         return self._numbers[key]
 

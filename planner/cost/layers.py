@@ -41,8 +41,9 @@ class LayerNumbers:
 def interpolate(rows: int, points: Sequence[tuple[int, float]]) -> float:
     """Return a quantity at `rows` from (microbatch size, value) points in ascending order.
 
-    Between points linear. Beyond the last, by the slope per row of the last two, never falling; below the first, by
-    the slope of the first two, at least the first in proportion. One point is taken as proportional to rows.
+    Between points linear. Beyond the last, by the slope from the first point to the last (neighbouring points may differ
+    by noise alone), from 0 to proportional; below the first, by the slope of the first two, at least the first in
+    proportion. One point is taken as proportional to rows.
     """
     if len(points) == 1:
         size, value = points[0]
@@ -50,10 +51,11 @@ def interpolate(rows: int, points: Sequence[tuple[int, float]]) -> float:
     position = bisect_left(points, (rows, -1.0))
     if position < len(points) and points[position][0] == rows:
         return points[position][1]
-    low, high = points[min(max(position, 1), len(points) - 1) - 1 :][:2]
+    (first, least), (last, most) = points[0], points[-1]
+    if rows > last:
+        return most + min(max((most - least) / (last - first), 0.0), most / last) * (rows - last)
+    low, high = points[max(position, 1) - 1 :][:2]
     slope = (high[1] - low[1]) / (high[0] - low[0])
-    if rows > high[0]:
-        return high[1] + max(slope, 0.0) * (rows - high[0])
     value = low[1] + slope * (rows - low[0])
     return max(value, low[1] * rows / low[0]) if rows < low[0] else value
 

@@ -41,7 +41,7 @@ from planner.shrink import Shrink, shrink_model_file
 
 Progress = Callable[[str, int, int], None]
 
-MEASURED_MICROBATCH_SIZES = (1, 2, 4)
+MEASURED_MICROBATCH_SIZES = (1, 2, 4, 8)
 COMPUTED_MICROBATCH_SIZES = (1, 2, 4)
 MEASURED_TP_DEGREES = (1, 2, 4)
 COMPUTED_TP_DEGREES = (1, 2, 4, 8)
