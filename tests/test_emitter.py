@@ -16,6 +16,7 @@ from planner.errors import EmitError, FileFormatError, UsageError
 from planner.model_profile import ModelProfile
 from planner.plan import read_plan
 from planner.profiler import profile_model
+from planner.program import BatchInt
 from tests.zoo.plans import even_plan
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -82,6 +83,17 @@ def test_a_plan_for_another_profile_is_refused(profile: ModelProfile) -> None:
     with pytest.raises(EmitError) as caught:
         emit(plan, fewer)
     assert "6 layers and the profile has 5" in caught.value.message
+
+
+def test_inputs_with_the_batch_elsewhere_are_refused(profile: ModelProfile) -> None:
+    program = profile.program
+    turned = program.tensors["ids"].model_copy(update={"shape": (4, BatchInt(1))})
+    other = profile.model_copy(
+        update={"program": program.model_copy(update={"tensors": program.tensors | {"ids": turned}})}
+    )
+    with pytest.raises(EmitError) as caught:
+        emit(even_plan(other), other)
+    assert "input 'ids' has its batch on dimension 1" in caught.value.message
 
 
 def test_the_code_needs_torch_alone(profile: ModelProfile) -> None:

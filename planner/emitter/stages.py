@@ -48,6 +48,7 @@ class StageCode:
 def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
     """Return what each stage's code is written from; EmitError where the plan does not fit the profile."""
     owner = _stage_of_layers(plan, profile)
+    _check_inputs(profile)
     transfers = _transfers(profile, owner)
     derived = _derived_nodes(profile)
     return [_stage_code(plan, profile, index, owner, transfers, derived) for index in range(len(plan.stages))]
@@ -63,6 +64,16 @@ def _stage_of_layers(plan: Plan, profile: ModelProfile) -> list[int]:
             hint="solve again with this profile",
         )
     return [index for index, stage in enumerate(plan.stages) for _ in stage.layers]
+
+
+def _check_inputs(profile: ModelProfile) -> None:
+    for name in profile.program.inputs:
+        dim = profile.program.tensors[name].batch_dim
+        if dim not in (0, None):
+            raise EmitError(
+                f"input {name!r} has its batch on dimension {dim}, and microbatches are cut along dimension 0",
+                hint="take the batch on dimension 0 and transpose inside the model",
+            )
 
 
 def _transfers(profile: ModelProfile, owner: list[int]) -> list[Transfer]:
