@@ -1,6 +1,7 @@
 """Breaks generated lines that are too long, one item a line, as a formatter would."""
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 MAX_WIDTH = 110
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -50,38 +51,28 @@ def _ends(line: str, opening: int) -> bool:
     return end > opening + 1 and line[end + 1 :] in ("", ",", ":")
 
 
-def _matching(line: str, opening: int) -> int:
-    depth = 0
-    text = ""
-    for position in range(opening, len(line)):
-        character = line[position]
-        if text:
-            text = "" if character == text else text
-        elif character in "\"'":
-            text = character
+def _brackets(text: str) -> Iterator[tuple[int, str, int]]:
+    """Yield (position, character, depth after it) of everything that does not stand inside quotes."""
+    depth, quote = 0, ""
+    for position, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+            continue
+        if character in "\"'":
+            quote = character
         elif character in _CLOSING:
             depth += 1
         elif character in _CLOSING.values():
             depth -= 1
-            if depth == 0:
-                return position
-    return -1
+        yield position, character, depth
+
+
+def _matching(line: str, opening: int) -> int:
+    return next((opening + position for position, _, depth in _brackets(line[opening:]) if position and not depth), -1)
 
 
 def _split(content: str) -> list[str]:
     """Return the items between the top-level commas."""
-    items, depth, text, start = [], 0, "", 0
-    for position, character in enumerate(content):
-        if text:
-            text = "" if character == text else text
-        elif character in "\"'":
-            text = character
-        elif character in _CLOSING:
-            depth += 1
-        elif character in _CLOSING.values():
-            depth -= 1
-        elif character == "," and depth == 0:
-            items.append(content[start:position].strip())
-            start = position + 1
-    items.append(content[start:].strip())
+    commas = [position for position, character, depth in _brackets(content) if character == "," and depth == 0]
+    items = [content[start + 1 : stop].strip() for start, stop in pairwise([-1, *commas, len(content)])]
     return [item for item in items if item]
