@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from planner.model_profile import Edge, ModelProfile
+from planner.model_profile import ModelProfile
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -73,15 +73,6 @@ def spine(profile: ModelProfile, weights: Iterable[float], *, gradients: bool) -
     while (node := graph.nodes[node]["before"]) >= 0:
         path.append(node)
     return tuple(reversed(path))
-
-
-def crossing_edges(profile: ModelProfile, sources: range, targets: range) -> tuple[Edge, ...]:
-    """Return the values that a layer in `sources` makes and a layer in `targets` reads."""
-    return tuple(
-        edge
-        for edge in profile.edges
-        if edge.producer in sources and any(consumer in targets for consumer in edge.consumers)
-    )
 
 
 def cut_bytes(profile: ModelProfile, cut: int, rows: int) -> int:

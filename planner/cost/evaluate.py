@@ -12,8 +12,8 @@ from planner.cost.stage import stage_elements, stage_memory, stage_times
 from planner.cost.states import COMPUTE_DTYPE, StateRules
 from planner.cost.step import Event, PricedStages, all_events, finish_step, play_stages
 from planner.errors import UsageError
-from planner.graph import crossing_edges, shared_storages
-from planner.model_profile import ModelProfile
+from planner.graph import shared_storages
+from planner.model_profile import Edge, ModelProfile
 from planner.plan import Plan, Prediction, StagePrediction
 from planner.schedule import Action, stage_actions
 
@@ -37,9 +37,7 @@ class Pricer:
         if key not in self._numbers:
             found = layer_numbers(self.profile, self._classes[class_name], rows, tp_degree, sharding, route)
             speed = self.cluster.speed_fraction
-            self._numbers[key] = replace(
-                found, forward_s=found.forward_s / speed, backward_s=found.backward_s / speed
-            )
+            self._numbers[key] = replace(found, forward_s=found.forward_s / speed, backward_s=found.backward_s / speed)
         return self._numbers[key]
 
     def layer_table(
@@ -206,27 +204,30 @@ class Pricer:
 
     def _messages(self, plan: Plan, spans: Sequence[tuple[int, int]]) -> list[Message]:
         """Return what goes from each stage to each later one: values straight to every stage that reads them."""
+        stage_of = [stage for stage, (first, stop) in enumerate(spans) for _ in range(first, stop)]
+        edges: dict[tuple[int, int], list[Edge]] = {}
+        for edge in self.profile.edges:
+            source = stage_of[edge.producer]
+            for target in dict.fromkeys(stage_of[consumer] for consumer in edge.consumers):
+                if target != source:
+                    edges.setdefault((source, target), []).append(edge)
         messages = []
-        for source, (first, stop) in enumerate(spans):
+        for (source, target), crossing in sorted(edges.items()):
             rows = plan.stages[source].microbatch_size
-            for target in range(source + 1, len(spans)):
-                edges = crossing_edges(self.profile, range(first, stop), range(*spans[target]))
-                if not edges:
-                    continue
-                route = self.message_route(plan.stages[source].gpus, plan.stages[target].gpus)
-                forward = sum(edge.num_bytes(rows) for edge in edges)
-                backward = sum(edge.num_bytes(rows) for edge in edges if edge.needs_grad)
-                messages.append(
-                    Message(
-                        source=source,
-                        target=target,
-                        forward_busy_s=transfer_s(forward, route),
-                        forward_latency_s=route.latency_s,
-                        backward_busy_s=transfer_s(backward, route),
-                        backward_latency_s=route.latency_s,
-                        has_gradient=any(edge.needs_grad for edge in edges),
-                    )
+            route = self.message_route(plan.stages[source].gpus, plan.stages[target].gpus)
+            forward = sum(edge.num_bytes(rows) for edge in crossing)
+            backward = sum(edge.num_bytes(rows) for edge in crossing if edge.needs_grad)
+            messages.append(
+                Message(
+                    source=source,
+                    target=target,
+                    forward_busy_s=transfer_s(forward, route),
+                    forward_latency_s=route.latency_s,
+                    backward_busy_s=transfer_s(backward, route),
+                    backward_latency_s=route.latency_s,
+                    has_gradient=any(edge.needs_grad for edge in crossing),
                 )
+            )
         return messages
 
     def _tied(

@@ -74,6 +74,7 @@ class Branch:
     prefix: list[Floats] = field(default_factory=list)
     stations: list[Floats] = field(default_factory=list)
     open: list[Node] = field(default_factory=list)
+    refined: bool = False
 
     def __post_init__(self) -> None:
         stages, count = self.problem.setting.pp_degree, self.problem.num_layers
@@ -106,6 +107,7 @@ class Branch:
             self._relax()
             for node in self.open:
                 node.bound = max(node.bound, self.root_bound)
+        self.refined = True
 
     @property
     def root_bound(self) -> float:
@@ -152,7 +154,6 @@ class Branch:
 
         `offer` prices a plan and returns the best step time known then.
         """
-        self.refine(incumbent_s, budget)
         while self.open:
             node = self.open[-1]
             if node.bound >= incumbent_s * (1 - TOLERANCE):

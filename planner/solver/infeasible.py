@@ -31,13 +31,18 @@ def find_conflict(space: Space, problems: Problems) -> Conflict:
     limits: list[tuple[float, Setting, Problem]] = []
     for setting in settings:
         problem = problems.of(setting)
-        limits.append((_least_peak(problem, float("inf"), exact=False)[0], setting, problem))
+        bound, spans = _least_peak(problem, float("inf"), exact=False)
+        if spans:
+            limits.append((bound, setting, problem))
+            peak = max(_need(problem, s, *span) for s, span in enumerate(spans))
+            if least is None or peak < least[0]:
+                least = (peak, setting, spans)
     for bound, setting, problem in sorted(limits, key=lambda item: item[:2]):
-        if least is not None and bound >= least[0]:
+        if least is None or bound >= least[0]:
             break
-        peak, spans = _least_peak(problem, float("inf") if least is None else float(least[0]), exact=True)
-        if spans and (least is None or peak < least[0]):
-            least = (int(peak), setting, spans)
+        found, spans = _least_peak(problem, float(least[0]), exact=True)
+        if spans:
+            least = (int(found), setting, spans)
     if least is None:
         pins = ", ".join(f"{key}={value}" for key, value in (*space.request.pins, *space.request.exclusions))
         return Conflict(constraint="pins", message=f"no stages of consecutive layers satisfy {pins} together")

@@ -1,7 +1,8 @@
 """The outer search: settings in the order of their bounds, one incumbent for all, until none can beat it.
 
-A setting waits with bound (6) of `settings`, then with (5) of `branch` over its tables; then the inner search decides
-it. It is dropped as soon as one of these reaches the best plan's step time: never axis by axis.
+A setting waits with bound (6) of `settings`, then with (5) of `branch` over its tables, then with (5) where the
+recomputation that stages really need is known; then the inner search decides it. It is dropped as soon as one of these
+reaches the best plan's step time: never axis by axis.
 """
 
 import heapq
@@ -66,8 +67,13 @@ class Outcome:
     """Settings that were dropped by their bound before they were priced, in the order of the bounds."""
 
 
-def search(space: Space, origin: Origin, progress: Progress, time_limit_s: float | None) -> Outcome:
-    """Return the best plan over all settings, and a lower bound proven for `cost.evaluate` of every plan."""
+def search(
+    space: Space, origin: Origin, progress: Progress, time_limit_s: float | None, *, any_plan: bool = False
+) -> Outcome:
+    """Return the best plan over all settings, and a lower bound proven for `cost.evaluate` of every plan.
+
+    `any_plan` ends the search as soon as there is a plan: the question then is whether one exists.
+    """
     problems = Problems(space, origin)
     incumbent = Incumbent(problems)
     budget = Budget(None if time_limit_s is None else time.monotonic() + time_limit_s)
@@ -81,21 +87,24 @@ def search(space: Space, origin: Origin, progress: Progress, time_limit_s: float
     last_report = time.monotonic()
     try:
         while queue and queue[0][0] < incumbent.step_time_s * (1 - TOLERANCE):
+            if any_plan and incumbent.best is not None:
+                raise OutOfTimeError
             bound, index, setting, branch = heapq.heappop(queue)
             now = time.monotonic()
             if now - last_report > 0.1:
                 last_report = now
                 progress(f"{setting.pp_degree} stages", len(settings) - len(queue), len(settings))
-            if branch is None:
+            if branch is not None and branch.refined:
+                branch.search(incumbent.step_time_s, incumbent.offer, budget)
+            else:  # sharpen its bound, and let it wait for its turn again
                 budget.spend()
-                branch = Branch(problems.of(setting))
-                first_bound = max(bound, branch.root_bound)
-                if first_bound < incumbent.step_time_s * (1 - TOLERANCE):
-                    offer_first_plans(branch, incumbent)
-                    heapq.heappush(queue, (first_bound, index, setting, branch))
-                branch = None
-                continue
-            branch.search(incumbent.step_time_s, incumbent.offer, budget)
+                waiting_branch = branch or Branch(problems.of(setting))
+                if branch is not None:
+                    branch.refine(incumbent.step_time_s, budget)
+                sharper = max(bound, waiting_branch.root_bound)
+                if sharper < incumbent.step_time_s * (1 - TOLERANCE):
+                    offer_first_plans(waiting_branch, incumbent)
+                    heapq.heappush(queue, (sharper, index, setting, waiting_branch))
             branch = None
     except (OutOfTimeError, KeyboardInterrupt):
         remaining = [bound if branch is None else max(bound, branch.bound), *(item[0] for item in queue)]

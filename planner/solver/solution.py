@@ -26,13 +26,13 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """A change with which a plan exists, shown by solving again; `step_time_s` is that plan's."""
+    """A change with which a plan exists, shown by solving again; `step_time_s` is that plan's, maybe not the best's."""
 
     description: str
     step_time_s: float
 
     def __str__(self) -> str:
-        return f"{self.description}: a plan of {format_seconds(self.step_time_s)} per step exists"
+        return f"{self.description}: then a plan of {format_seconds(self.step_time_s)} per step exists"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,8 @@ def solve(
         conflict = find_conflict(space, Problems(space, origin))
 
         def resolve(changed: Cluster, request: SolveRequest) -> float | None:
-            found = search(_space(profile, changed, request), origin, _silent, request.time_limit_s).incumbent
+            space = _space(profile, changed, request)
+            found = search(space, origin, _silent, request.time_limit_s, any_plan=True).incumbent
             return None if found.best is None else found.step_time_s
 
         return Solution(
