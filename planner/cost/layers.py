@@ -41,9 +41,9 @@ class LayerNumbers:
 def interpolate(rows: int, points: Sequence[tuple[int, float]]) -> float:
     """Return a quantity at `rows` from (microbatch size, value) points in ascending order.
 
-    Between points linear. Beyond the last, by the slope from the first point to the last (neighbouring points may differ
-    by noise alone), from 0 to proportional; below the first, by the slope of the first two, at least the first in
-    proportion. One point is taken as proportional to rows.
+    Between points linear. Beyond the last, by the slope from the first point to the last (neighbouring points may
+    differ by noise alone), from 0 to proportional; below the first, by the slope of the first two, at least the first
+    in proportion. One point is taken as proportional to rows.
     """
     if len(points) == 1:
         size, value = points[0]
