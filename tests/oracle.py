@@ -66,8 +66,10 @@ def all_shardings(profile: ModelProfile, tp: int) -> list[dict[str, str]]:
     """Return every choice per layer class; at tp > 1 one at least is divided, and opened blocks that can be."""
     if tp == 1:
         return [{}]
+    tied = {name for group in profile.tied for name in group}
+    shared = {layer.layer_class for layer in profile.layers if tied & set(layer.parameters)}
     options = [
-        names + ([None] if layer_class.body is None or not names else [])
+        names + ([None] if layer_class.body is None or not names or layer_class.name in shared else [])
         for layer_class in profile.layer_classes
         for names in [[sharding.name for sharding in layer_class.shardings if sharding.tp_degree == tp]]
     ]

@@ -62,7 +62,7 @@ def choose_cluster(name: str | None, num_gpus: int, profile: ModelProfile) -> Cl
             )
         return cluster
     origin = profile.provenance
-    if name is None and origin.device_type == "cpu":
+    if name is None and origin.device_type == "cpu" and origin.gpu is None:
         return local_cluster(num_gpus)
     gpu = name or profiled_gpu(profile)
     if gpu is None or gpu.endswith(".toml"):

@@ -53,6 +53,11 @@ def _pinned_conflict(space: Space) -> Conflict | None:
     return None
 
 
+def _divisions(space: Space, tp_degree: int) -> bool:
+    route = space.pricer.tensor_route(range(tp_degree), tp_degree)
+    return bool(space.combinations(tp_degree, 1, (route,))[0])
+
+
 def _combined_conflict(space: Space) -> Conflict:
     """Return the conflict of everything together, where no single pin is at fault."""
     request, num_layers = space.request, len(space.pricer.profile.layers)
@@ -72,6 +77,15 @@ def _combined_conflict(space: Space) -> Conflict:
             message=(
                 f"global_batch_size {batch} is not divisible by any dp_degree that makes {request.num_gpus} GPUs: "
                 f"{_listed({dp for _, _, dp in degrees})}"
+            ),
+        )
+    whole = [tp for _, tp, dp in degrees if batch % dp == 0 and not _divisions(space, tp)]
+    if len(whole) == len(fitting):
+        return Conflict(
+            constraint="sharding",
+            message=(
+                f"at tp_degree {_listed(set(whole))} every way to divide layers divides a parameter that two of them "
+                "share in two ways"
             ),
         )
     counts = [

@@ -124,11 +124,12 @@ class Space:
 
         A candidate that another one of its class equals or beats in every number is left out, unless it divides a
         shared parameter otherwise. Classes left out of a choice are replicated: embeddings, heads and what can't be
-        divided, never an opened block that can.
+        divided, never an opened block that can (but for one that shares parameters, which all must agree on).
         """
         if tp == 1:
             return [()], True
         profile = self.pricer.profile
+        shared = {profile.layers[layer].layer_class for storage in self.pricer.shared for layer in storage.layers}
         options: list[list[str]] = []
         for layer_class in profile.layer_classes:
             names = [
@@ -136,7 +137,7 @@ class Space:
                 for s in layer_class.shardings
                 if s.tp_degree == tp and self.has_cost(layer_class.name, s.name, tp)
             ]
-            if not names or layer_class.body is None:
+            if not names or layer_class.body is None or layer_class.name in shared:
                 names.insert(0, REPLICATED)
             options.append(self._undominated(layer_class.name, names, tp, rows, routes))
         found: list[Shardings] = []
