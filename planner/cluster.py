@@ -51,8 +51,8 @@ class NodeGroup(Record):
 class Cluster(Record):
     """Nodes and link levels. GPUs are numbered node by node, in the order of the groups.
 
-    `speed_fraction` is what each reaches of the speed that layers were profiled at: less than 1 for processes that share
-    the cores which a profile had for itself.
+    `speed_fraction` is what each reaches of the speed that layers were profiled at: less than 1 where processes share
+    the cores that a profile had for itself.
     """
 
     name: str
