@@ -53,7 +53,7 @@ def tensor_parallel_code(layer_class: LayerClass, sharding: Sharding, name: str)
         yield f'{INDENT * 2}"{module}": {_style(module, style, sharding)},'
     yield f"{INDENT}}},"
     if sharding.partial_gradients:
-        yield f"{INDENT}partial_gradients={_names(sharding.partial_gradients)},"
+        yield f"{INDENT}partial_gradients={name_tuple(sharding.partial_gradients)},"
     yield ")"
 
 
@@ -153,8 +153,8 @@ def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary
     yield ""
     yield f"{pad}module_names = {_numbered(stage.modules)}"
     if stage.parameters:
-        yield f"{pad}parameter_names = {_names(stage.parameters)}"
-    yield f"{pad}inputs = {_names(stage.inputs)}"
+        yield f"{pad}parameter_names = {name_tuple(stage.parameters)}"
+    yield f"{pad}inputs = {name_tuple(stage.inputs)}"
     for title, transfers in (("receives", stage.receives), ("sends", stage.sends)):
         if transfers:
             yield f"{pad}{title} = ("
@@ -334,7 +334,8 @@ def _tuple(items: Iterable[int]) -> str:
     return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
 
 
-def _names(names: Iterable[str]) -> str:
+def name_tuple(names: Iterable[str]) -> str:
+    """Return names as a tuple of texts."""
     listed = [f'"{name}"' for name in names]
     return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
 

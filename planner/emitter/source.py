@@ -7,9 +7,10 @@ import json
 import pprint
 from collections.abc import Iterator
 
-from planner.emitter.code import input_value, stage_code, tensor_parallel_code, tensor_parallel_name
+from planner.emitter.code import input_value, name_tuple, stage_code, tensor_parallel_code, tensor_parallel_name
 from planner.emitter.layout import wrap_lines
 from planner.emitter.stages import StageCode, stage_codes
+from planner.graph import shared_storages
 from planner.model_profile import ModelProfile
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
@@ -21,7 +22,8 @@ HELPERS = "planner.emitter.runtime"
 def emit(plan: Plan, profile: ModelProfile) -> str:
     """Return the source of plan.py, the same for the same plan and profile; EmitError where it can't be written."""
     stages = stage_codes(plan, profile)
-    tied = frozenset(name for group in profile.tied for name in group)
+    groups = tied_groups(profile)
+    tied = frozenset(name for group in groups for name in group)
     imports, helpers = helper_section()
     lines = [f'"""{_docstring(plan, profile)}"""', "", *imports, "", "PLAN = " + _literal(plan), "", ""]
     lines += [
@@ -33,7 +35,7 @@ def emit(plan: Plan, profile: ModelProfile) -> str:
         "",
     ]
     lines += ["", "# " + "-" * 100, "# This plan.", "# " + "-" * 100, "", ""]
-    lines += wrap_lines(_generated(plan, profile, stages, tied))
+    lines += wrap_lines(_generated(plan, profile, stages, groups, tied))
     text = "\n".join(lines).rstrip() + "\n"
     return f"{text}\n{HASH_LINE}{content_hash(text)}\n"
 
@@ -44,7 +46,20 @@ def content_hash(text: str) -> str:
     return hashlib.sha256(body.rstrip().encode()).hexdigest()[:16]
 
 
-def _generated(plan: Plan, profile: ModelProfile, stages: list[StageCode], tied: frozenset[str]) -> Iterator[str]:
+def tied_groups(profile: ModelProfile) -> list[tuple[str, ...]]:
+    """Return the names of every parameter that has several, and of every one that several layers read by one name.
+
+    Where such a parameter lives on several stages, they sum its gradient.
+    """
+    groups = list(profile.tied)
+    known = {name for group in groups for name in group}
+    alone = [shared.name for shared in shared_storages(profile) if shared.trainable and shared.name not in known]
+    return [*groups, *((name,) for name in alone)]
+
+
+def _generated(
+    plan: Plan, profile: ModelProfile, stages: list[StageCode], groups: list[tuple[str, ...]], tied: frozenset[str]
+) -> Iterator[str]:
     written: set[str] = set()
     for stage in stages:
         for call in stage.layers:
@@ -59,8 +74,8 @@ def _generated(plan: Plan, profile: ModelProfile, stages: list[StageCode], tied:
         yield ""
     names = [f"Stage{stage.index}" for stage in stages]
     yield f"STAGES = ({', '.join(names)}{',' if len(names) == 1 else ''})"
-    groups = [f"({', '.join(repr(name) for name in group)})".replace("'", '"') for group in profile.tied]
-    yield f"TIED = ({', '.join(groups)}{',' if len(groups) == 1 else ''})"
+    written_groups = [name_tuple(group) for group in groups]
+    yield f"TIED = ({', '.join(written_groups)}{',' if len(written_groups) == 1 else ''})"
     yield "INPUTS = ("
     rows = plan.microbatch_size
     for name in profile.program.inputs:

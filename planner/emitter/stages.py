@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from planner.cost.layers import REPLICATED, tie_conflict
 from planner.errors import EmitError
+from planner.graph import shared_storages
 from planner.model_profile import LayerClass, ModelProfile, Sharding
 from planner.plan import Plan
 from planner.program import Node, Ref, Tensor, leaves
@@ -49,6 +51,7 @@ def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
     """Return what each stage's code is written from; EmitError where the plan does not fit the profile."""
     owner = _stage_of_layers(plan, profile)
     _check_inputs(profile)
+    _check_shared(plan, profile, owner)
     transfers = _transfers(profile, owner)
     derived = _derived_nodes(profile)
     return [_stage_code(plan, profile, index, owner, transfers, derived) for index in range(len(plan.stages))]
@@ -64,6 +67,23 @@ def _stage_of_layers(plan: Plan, profile: ModelProfile) -> list[int]:
             hint="solve again with this profile",
         )
     return [index for index, stage in enumerate(plan.stages) for _ in stage.layers]
+
+
+def _check_shared(plan: Plan, profile: ModelProfile, owner: list[int]) -> None:
+    """Refuse a plan that divides a parameter that several layers read in several ways."""
+    stages = [plan.stages[index] for index in owner]
+    chosen = {
+        index: stage.shardings.get(profile.layers[index].layer_class, REPLICATED) for index, stage in enumerate(stages)
+    }
+    for shared in shared_storages(profile):
+        conflict = tie_conflict(profile, shared, plan.tp_degree, chosen)
+        if conflict is not None:
+            first, second = (profile.layers[index].name for index in conflict)
+            raise EmitError(
+                f"layers {first!r} and {second!r} share {shared.name!r} and divide it differently over "
+                f"tp_degree {plan.tp_degree}",
+                hint="leave both whole, or divide both the same way",
+            )
 
 
 def _check_inputs(profile: ModelProfile) -> None:

@@ -63,6 +63,11 @@ def select_calls(model: nn.Module, calls: Iterable[Call], chosen: tuple[str, ...
                     f"--blocks names {name!r}, which is no module of the model",
                     hint="names are those of named_modules()",
                 )
+            if not any(True for _ in modules[name].children()) or is_leaf(modules[name]):
+                raise UsageError(
+                    f"--blocks names {name!r}, a {type(modules[name]).__name__}, which has no layers inside",
+                    hint="name a list of layers, like model.layers",
+                )
         blocks = frozenset(f"{name}.{child}" for name in chosen for child, _ in modules[name].named_children())
     else:
         blocks = find_blocks(model)

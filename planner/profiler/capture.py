@@ -6,8 +6,10 @@ mode. Constants that change between recordings are what depends on those things;
 """
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +39,7 @@ class Capture:
     loss_calls: tuple[Call, ...]
     output: Any
     loss: Any
-    tensors: dict[int, Tensor]
+    tensors: dict[str, Tensor]
     notes: tuple[str, ...]
 
 
@@ -77,6 +79,18 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return value
 
 
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Keep torch from logging what a fake operator refuses: the error tells it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _record_once(
     file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype | None, *, training: bool, all_floats: bool
 ) -> Recording:
@@ -106,7 +120,7 @@ def _record_once(
             loss = lambda output: loss_fn(output, target)  # noqa: E731
         elif file.loss_fn is not None:
             loss = file.loss_fn
-        with mode:
+        with mode, _quiet_torch():
             return record(
                 meta, args, kwargs, input_tensors(meta, args, kwargs), dict(_tensors({"target": target})), loss
             )
@@ -115,7 +129,9 @@ def _record_once(
     except Exception as error:
         raise CaptureError(
             f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {_user_line(error)})",
-            hint="run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU",
+            hint=f"the model was built in {dtype}: try --dtype float32"
+            if dtype not in (None, torch.float32, torch.float64)
+            else "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU",
         ) from error
     finally:
         for module in meta.modules():
@@ -179,7 +195,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         notes.append(f"{error.location}: {error.what} differs in evaluation mode; the training code is recorded")
 
     tensors = {
-        number: _tensor(
+        str(number): _tensor(
             tensor, more_rows.tensors[rows_numbers[number]], double.tensors.get(double_numbers.get(number, -1))
         )
         for number, tensor in base.tensors.items()

@@ -1,17 +1,17 @@
 """Opens each layer class once: the body of its module, and how that can be divided by tensor parallelism."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from planner.model_profile import Sharding
-from planner.profiler.blocks import open_calls
+from planner.profiler.blocks import hidden_inputs, open_calls
 from planner.profiler.capture import Capture
 from planner.profiler.layers import build_program
 from planner.profiler.recorder import Call
-from planner.program import Program, Ref, leaves, map_argument
+from planner.program import ParamRef, Program, Ref, Tensor, leaves, map_argument
 from planner.tp_rules import ModuleInfo, find_shardings, standalone_sharding
 
 # torch's own modules that map every element by itself, by their documentation.
@@ -50,10 +50,14 @@ def open_class(capture: Capture, call: Call) -> OpenedClass:
     }
     if call.leaf:
         return OpenedClass(None, (), {"": _module_info(capture, call, module)}, shapes)
+    call = _pass_parameters(call)
+    if hidden_inputs(call):  # parameters of other modules that reach it by another way than its arguments
+        return OpenedClass(None, (), {"": ModuleInfo(kind="opaque", parameters=shapes)}, shapes)
     calls = open_calls([call])
     signature = _signature(call, module)
     inputs = _input_names(signature)
-    body = build_program(calls, inputs, call.result, capture.tensors, relative_to=call.target)
+    tensors = {**capture.tensors, **_foreign_tensors(capture.model, inputs)}
+    body = build_program(calls, inputs, call.result, tensors, relative_to=call.target)
     named = tuple(
         (name, map_argument(value, lambda leaf: Ref(inputs[leaf.name]) if isinstance(leaf, Ref) else leaf))
         for name, value in signature
@@ -64,6 +68,43 @@ def open_class(capture: Capture, call: Call) -> OpenedClass:
             relative = "" if inner.target == call.target else inner.target.removeprefix(f"{call.target}.")
             modules[relative] = _module_info(capture, inner, capture.model.get_submodule(inner.target))
     return OpenedClass(body, named, modules, shapes)
+
+
+def _pass_parameters(call: Call) -> Call:
+    """Return a call whose body reads parameters of other modules as values: they are among its arguments."""
+    prefix = f"{call.target}."
+
+    def change(leaf: Any) -> Any:
+        return Ref(leaf.name) if isinstance(leaf, ParamRef) and not leaf.name.startswith(prefix) else leaf
+
+    def changed(inner: Call) -> Call:
+        return replace(
+            inner,
+            args=map_argument(inner.args, change),
+            kwargs={key: map_argument(item, change) for key, item in inner.kwargs.items()},
+            result=map_argument(inner.result, change),
+            body=[changed(item) for item in inner.body],
+        )
+
+    return changed(call)
+
+
+def _foreign_tensors(model: nn.Module, inputs: dict[str, str]) -> dict[str, Tensor]:
+    """Return what is known of the parameters among a block's arguments."""
+    found = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    return {
+        name: Tensor(
+            shape=tuple(found[name].shape),
+            dtype=str(found[name].dtype).removeprefix("torch."),
+            requires_grad=found[name].requires_grad,
+            follows_model_dtype=found[name].is_floating_point(),
+        )
+        for name in inputs
+        if name in found
+    }
 
 
 def _signature(call: Call, module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -127,9 +168,7 @@ def shardings_of(capture: Capture, call: Call, opened: OpenedClass, degree: int)
     """Return the ways to divide a layer class over `degree` ranks, best first; empty where nothing divides."""
     if opened.body is not None:
         return find_shardings(opened.body, opened.modules, opened.parameter_shapes, degree)
-    inputs = tuple(
-        capture.tensors[int(leaf.name)] for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)
-    )
+    inputs = tuple(capture.tensors[leaf.name] for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref))
     if not isinstance(call.result, Ref):
         return ()
-    return standalone_sharding(opened.modules[""], inputs, capture.tensors[int(call.result.name)], degree)
+    return standalone_sharding(opened.modules[""], inputs, capture.tensors[call.result.name], degree)

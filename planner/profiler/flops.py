@@ -1,8 +1,18 @@
-"""Floating-point operations of single operators: matrix products, convolutions and attention, 2 per multiply-add.
+"""Floating-point operations of single operators: matrix products, convolutions, attention and recurrent layers.
 
-Attention counts as its two matrix products over all pairs of positions, causal or not. Everything else counts as none:
-what element-wise operators cost is bytes, not FLOPs.
+2 per multiply-add. Attention counts as its two matrix products over all pairs of positions, causal or not. Everything
+else counts as none: what element-wise operators cost is bytes, not FLOPs.
+
+A recurrent layer multiplies the input and the hidden state of every position by the matrices of its gates (Hochreiter
+and Schmidhuber, Neural Computation 9(8), 1997, for the LSTM; its products as kernels run them in Appleyard, Kocisky and
+Blunsom, arXiv:1604.01946, section 3), so that forward, for T steps of B rows, G gates (LSTM 4, GRU 3, plain 1),
+
+    FLOPs = 2 * T * B * G * hidden * (input + hidden)    per layer and direction
+
+and backward twice: the gradients of input and hidden state, and those of the matrices.
 """
+
+import math
 
 from typing import Any
 
@@ -39,6 +49,22 @@ _BACKWARD_ATTENTION = {
 }
 ATTENTION = _FORWARD_ATTENTION | _BACKWARD_ATTENTION
 
+# Whole recurrent layers in one operator: all layers and directions at once on a GPU, one of them on a CPU.
+_FORWARD_RECURRENT = {aten._cudnn_rnn, aten.miopen_rnn, aten.mkldnn_rnn_layer}
+_BACKWARD_RECURRENT = {aten._cudnn_rnn_backward, aten.miopen_rnn_backward, aten.mkldnn_rnn_layer_backward}
+_RECURRENT = _FORWARD_RECURRENT | _BACKWARD_RECURRENT
+
+
+def _recurrent(packet: Any, args: tuple[Any, ...]) -> int:
+    """Every position (packed sequences have fewer than T * B) meets every matrix once, a projection's included."""
+    positions = math.prod(args[0].shape[:-1])
+    weights = args[1] if isinstance(args[1], list | tuple) else args[1:5]
+    forward = 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
+    if packet in _FORWARD_RECURRENT:
+        return forward
+    for_weights = packet is aten.mkldnn_rnn_layer_backward or args[-1][3]  # the CPU's always finds all gradients
+    return 2 * forward if for_weights else forward
+
 
 def _shapes(packet: Any, args: tuple[Any, ...]) -> int | None:
     """Return the count of the commonest products without the registry's slower way, or None."""
@@ -52,6 +78,8 @@ def _shapes(packet: Any, args: tuple[Any, ...]) -> int | None:
         return _attention(args[0], args[1], args[2])
     if packet in _BACKWARD_ATTENTION:
         return _attention_backward(args[0], args[1], args[2], args[3])
+    if packet in _RECURRENT:
+        return _recurrent(packet, args)
     if packet in (aten.mv, aten.dot):
         return 2 * args[0].numel()  # type: ignore[no-any-return]
     if packet is aten._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # every row meets one of the matrices
@@ -66,7 +94,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     """Return the floating-point operations of one call of an aten operator."""
     packet = getattr(func, "overloadpacket", None)
     if packet not in _HAS_FLOPS:
-        own = packet in ATTENTION or packet in (aten.mv, aten.dot, aten._grouped_mm)
+        own = packet in ATTENTION or packet in _RECURRENT or packet in (aten.mv, aten.dot, aten._grouped_mm)
         _HAS_FLOPS[packet] = own or packet in flop_counter.flop_registry
     if not _HAS_FLOPS[packet]:
         return 0

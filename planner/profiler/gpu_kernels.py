@@ -87,8 +87,86 @@ def _rms_norm(
     return F.layer_norm(input, list(normalized_shape), weight, None, eps or 1e-5)
 
 
+# Gates and kinds of recurrent layers by cuDNN's number, and what one keeps for its backward beside inputs and outputs,
+# in numbers per position, direction and hidden unit: the gates and an LSTM's cell state; a GRU's candidate also needs
+# the hidden state's part of it. cuDNN's own reserve is no smaller; it can be asked for on a GPU only.
+_RECURRENT_MODES = {torch.rnn_relu: 0, torch.rnn_tanh: 1, torch.lstm: 2, torch.gru: 3}
+_KEPT_PER_UNIT = {0: 0, 1: 0, 2: 5, 3: 4}
+# The product with the hidden state, then all that is element-wise in one: the next step waits for both. Directions run
+# beside each other, products with the inputs beside all steps (Appleyard, Kocisky and Blunsom, arXiv:1604.01946).
+_LAUNCHES_PER_STEP = 2
+
+
+def _recurrent_layers(function: Any) -> Callable[..., Any]:
+    """Return a recurrent function of torch (lstm, gru, ...) that runs as cuDNN does: every layer in one operator."""
+    mode = _RECURRENT_MODES[function]
+
+    def run(input: Any, *args: Any) -> Any:  # noqa: A002
+        state, weights, biases, num_layers, dropout, train, bidirectional = args[:7]
+        if not isinstance(weights, list | tuple):  # packed sequences, whose lengths fake tensors don't know
+            return function(input, *args)
+        batch_first = args[7]
+        hidden, cell = state if mode == 2 else (state, None)
+        width = cell.shape[-1] if cell is not None else hidden.shape[-1]
+        projected = hidden.shape[-1] if hidden.shape[-1] != width else 0
+        output, *states = aten._cudnn_rnn(
+            input, weights, (4 if biases else 2) + bool(projected), input.new_empty(0), hidden, cell, mode, width,
+            projected, num_layers, batch_first, dropout, train, bidirectional, [], None,
+        )  # fmt: skip
+        return (output, *states[:2]) if cell is not None else (output, states[0])
+
+    return run
+
+
+def _cudnn_rnn(*args: Any) -> tuple[Any, ...]:
+    """Return the results of cuDNN's operator with the bytes it keeps, which torch's own fake leaves out.
+
+    They are in the place of the copied weights, which aren't copied: where a graph is retained autograd clones the
+    reserve, as it does on a GPU, but the pass that retains it is one of measuring only.
+    """
+    output, hidden, cell, reserve, _ = aten._cudnn_rnn.default(*args)
+    value, mode, width, projected, num_layers, dropout, bidirectional = args[0], *args[6:10], args[11], args[13]
+    positions, directions = math.prod(value.shape[:-1]), 2 if bidirectional else 1
+    per_unit = _KEPT_PER_UNIT[mode] + (1 if projected else 0)  # what is projected is kept too
+    kept = num_layers * directions * positions * width * per_unit * value.itemsize
+    between = (num_layers - 1) * positions * output.shape[-1]
+    kept += between * (value.itemsize + (1 if dropout else 0))
+    return output, hidden, cell, reserve, value.new_empty(kept, dtype=torch.uint8)
+
+
+def _cudnn_rnn_backward(*args: Any) -> tuple[Any, ...]:
+    """Return gradients of the shapes that cuDNN's operator returns; torch has no fake of it."""
+    wanted = args[-1]
+    found = [
+        torch.empty_like(tensor) if asked and tensor is not None else None
+        for tensor, asked in zip((args[0], *args[4:6]), wanted, strict=False)
+    ]
+    return *found, [torch.empty_like(weight) for weight in args[1]] if wanted[3] else []
+
+
+_FAKES: dict[Any, Callable[..., Any]] = {
+    aten._cudnn_rnn.default: _cudnn_rnn,
+    aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
+}
+
+
+def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an operator's results on fake tensors, those of a GPU's operators without a fake included."""
+    return _FAKES.get(func, func)(*args, **kwargs)
+
+
+def dependent_launches(func: Any, args: tuple[Any, ...]) -> int:
+    """Return how many kernels an operator launches one after another: those of each step of each recurrent layer."""
+    if func not in _FAKES:
+        return 1
+    num_layers, batch_first = args[9:11] if func is aten._cudnn_rnn.default else args[13:15]
+    steps = args[0].shape[1 if batch_first else 0]
+    return int(_LAUNCHES_PER_STEP * steps * num_layers)
+
+
 _FUNCTIONS: dict[str, Any] = {"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm}
-_REPLACED: dict[Any, Callable[..., torch.Tensor]] = {
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    **{function: _recurrent_layers(function) for function in _RECURRENT_MODES},
     **{getattr(F, name): replacement for name, replacement in _FUNCTIONS.items()},
     torch.dropout: _fused_dropout,
     torch.rms_norm: _rms_norm,

@@ -3,7 +3,7 @@
 import builtins
 import keyword
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ def build_program(
     calls: Iterable[Call],
     inputs: dict[str, str],
     output: Any,
-    tensors: dict[int, Tensor],
+    tensors: Mapping[str, Tensor],
     *,
     relative_to: str = "",
 ) -> Program:
@@ -123,7 +123,7 @@ def build_program(
             raise CaptureError(
                 f"{where} can't be part of a program: {error}", hint="put that code into a module of its own"
             ) from None
-    described = {name: tensors[int(number)] for number, name in named.items()}
+    described = {name: tensors[number] for number, name in named.items()}
     return Program(
         inputs=tuple(inputs.values()), nodes=tuple(nodes), output=map_argument(output, rename), tensors=described
     )

@@ -36,7 +36,7 @@ from planner.profiler.modules import ModuleSource
 from planner.profiler.recorder import Call
 from planner.profiler.segment import SegmentRunner
 from planner.profiler.segments import divided_nodes
-from planner.program import Program
+from planner.program import Fields, Program, Ref
 from planner.shrink import Shrink, shrink_model_file
 
 Progress = Callable[[str, int, int], None]
@@ -124,8 +124,37 @@ def profile_model(
         edges=tuple(make_edges(program, segments, derived)),
         program=program,
         input_only_values=tuple(sorted(derived - set(program.inputs))),
-        notes=(*captured.notes, *_hint_notes(captured, classes)),
+        notes=(*captured.notes, *_hint_notes(captured, classes), *_loss_notes(captured), *_noise_notes(costs)),
     )
+
+
+NOISY_FRACTION = 0.5
+
+
+def _loss_notes(captured: Capture) -> list[str]:
+    loss = captured.tensors.get(captured.loss.name) if isinstance(captured.loss, Ref) else None
+    scalar = loss is not None and loss.shape == ()
+    if scalar or captured.loss_calls or _has_loss_field(captured):
+        return []
+    return ["no loss was profiled: give the model file loss_fn(output, target) and example_target(batch_size)"]
+
+
+def _has_loss_field(captured: Capture) -> bool:
+    return isinstance(captured.output, Fields) and any(name == "loss" for name, _ in captured.output.items)
+
+
+def _noise_notes(costs: dict[str, list[LayerCost]]) -> list[str]:
+    noisy = {name: max(cost.spread_fraction for cost in listed) for name, listed in costs.items()}
+    worst = max(noisy, key=lambda name: noisy[name])
+    if noisy[worst] <= NOISY_FRACTION:
+        return []
+    count = sum(spread > NOISY_FRACTION for spread in noisy.values())
+    return [
+        (
+            f"{count} of {len(noisy)} layer classes were measured with a spread over {NOISY_FRACTION:.0%} "
+            f"(worst {worst}): the machine was busy; profile again when it is not"
+        )
+    ]
 
 
 def _hint_notes(captured: Capture, classes: list[_Class]) -> list[str]:
@@ -320,4 +349,4 @@ def _portable(path: Path) -> str:
 
 
 def _is_float(captured: Capture, name: str) -> bool:
-    return captured.tensors[captured.inputs[name]].dtype.startswith(("float", "bfloat"))
+    return captured.tensors[str(captured.inputs[name])].dtype.startswith(("float", "bfloat"))

@@ -59,6 +59,11 @@ _OPERATORS = {
 _OPERATORS["__invert__"] = "operator.invert"
 
 
+# Of torch's modules, those whose forward is a composition of layers.
+_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_OPENED += (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
 @dataclass
 class Call:
     """One recorded call; `scope` is the module in whose forward it stands.
@@ -107,8 +112,8 @@ class Unsupported:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether a module is always called whole: it has no children, or is torch's own and no container."""
-    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+    """Return whether a module is always called whole: it has no children, or is torch's own and no stack of layers."""
+    if isinstance(module, _OPENED):
         return False
     return not any(True for _ in module.children()) or type(module).__module__.startswith("torch.nn")
 

@@ -3,7 +3,8 @@
     time of an operator = launch overhead
         + max(FLOPs / (peak x matmul efficiency), bytes / (bandwidth x memory efficiency))
 
-(the roofline of Williams, Waterman and Patterson, CACM 52(4), 2009). Views and allocations are free. Bytes are those of
+(the roofline of Williams, Waterman and Patterson, CACM 52(4), 2009). A recurrent layer launches kernels for every step,
+each after the one before, and takes no less than their overheads. Views, allocations and what moves nothing are free. Bytes are those of
 an operator's arguments and results, each read or written once: operators are taken as torch runs them uncompiled.
 """
 
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner.cluster import Gpu
 from planner.errors import ProfileError
 from planner.profiler.flops import ATTENTION, count_flops
-from planner.profiler.gpu_kernels import GpuKernels
+from planner.profiler.gpu_kernels import GpuKernels, dependent_launches, run_operator
 from planner.profiler.memory import LiveBytes, MemoryNumbers, follow_memory, makes_storage
 from planner.profiler.segment import SegmentRunner
 
@@ -72,7 +73,7 @@ class PricedOperators(LiveBytes):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = run_operator(func, args, kwargs)
         kind = _kind(func)
         if kind.new:
             self.follow(func, result)
@@ -80,6 +81,8 @@ class PricedOperators(LiveBytes):  # type: ignore[no-untyped-call]
             return result
         flops = count_flops(func, args, kwargs, result)
         moved = kind.bytes_moved(args, kwargs, result)
+        if not moved and not flops:  # of nothing: no kernel
+            return result
         time_s = moved * self._seconds_per_byte
         if flops:
             self.flops += flops
@@ -89,7 +92,8 @@ class PricedOperators(LiveBytes):  # type: ignore[no-untyped-call]
                 if _is_causal(func, args, kwargs):  # blocks of pairs that the mask empties are skipped
                     compute_s /= 2
             time_s = max(time_s, compute_s)
-        self.time_s += time_s + self.gpu.launch_overhead
+        launches_s = dependent_launches(func, args) * self.gpu.launch_overhead
+        self.time_s += max(time_s + self.gpu.launch_overhead, launches_s)
         return result
 
     def _flop_time(self, func: Any, args: tuple[Any, ...]) -> float:

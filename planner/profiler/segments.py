@@ -33,13 +33,13 @@ def _divided_call(call: Node, segment: Segment, opened: OpenedClass, sharding: S
     if opened.body is None:
         yield from _divided_leaf(call, segment.module, "", opened, sharding)
         return
-    outer = dict(zip(_signature_refs(opened), _call_refs(call), strict=True))
+    outer = dict(zip(_signature_refs(opened), _call_refs(call, segment.module), strict=True))
     results = [leaf.name for leaf in leaves(call.result) if isinstance(leaf, Ref)]
     inner_results = [leaf.name for leaf in leaves(opened.body.output) if isinstance(leaf, Ref)]
 
     def rename(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
-            return Ref(outer.get(leaf.name, f"{_INNER}{leaf.name}"))
+            return outer.get(leaf.name, Ref(f"{_INNER}{leaf.name}"))
         if isinstance(leaf, ParamRef):
             return ParamRef(f"{segment.module}.{leaf.name}")
         return leaf
@@ -60,9 +60,9 @@ def _divided_call(call: Node, segment: Segment, opened: OpenedClass, sharding: S
         else:
             yield moved
     for name, inner in zip(results, inner_results, strict=True):
-        source = outer.get(inner, f"{_INNER}{inner}")
-        if source != name:
-            yield Node(name=name, kind="method", target="view_as", args=(Ref(source), Ref(source)), result=Ref(name))
+        source = outer.get(inner, Ref(f"{_INNER}{inner}"))
+        if source != Ref(name):
+            yield Node(name=name, kind="method", target="view_as", args=(source, source), result=Ref(name))
 
 
 def _divided_leaf(call: Node, target: str, relative: str, opened: OpenedClass, sharding: Sharding) -> Iterable[Node]:
@@ -94,6 +94,7 @@ def _signature_refs(opened: OpenedClass) -> list[str]:
     )
 
 
-def _call_refs(call: Node) -> list[str]:
-    """Return the values a call passes, in the order of the body's inputs."""
-    return list(dict.fromkeys(leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)))
+def _call_refs(call: Node, module: str) -> list[Ref | ParamRef]:
+    """Return the values a call passes, in the order of the inputs of its body; foreign parameters are values too."""
+    passed = (leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref | ParamRef))
+    return list(dict.fromkeys(p for p in passed if isinstance(p, Ref) or not p.name.startswith(f"{module}.")))

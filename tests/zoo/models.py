@@ -141,6 +141,60 @@ class PlainAttribute(nn.Module):
         return self.layer(x) + self.table
 
 
+class FunctionalTie(nn.Module):
+    """An embedding's weight read again by a function at the other end, and a root parameter read at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(32, 16), nn.Parameter(torch.ones(16))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x * self.scale, self.embed.weight)
+
+
+class CalledTwice(nn.Module):
+    """A module called at both ends, and a root parameter passed to every block; an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Gated() for _ in range(3))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ends(x)
+        for block in self.blocks:
+            x = block(x, self.gate)
+        return self.ends(x)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * gate
+
+
+class TorchEncoder(nn.Module):
+    """torch's own transformer layers, which are blocks like anybody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(ids)))
+
+
 def _ids(rows: int) -> tuple[Tensor]:
     return (torch.randint(0, 32, (rows, 4)),)
 
@@ -165,6 +219,9 @@ INPUTS: dict[type[nn.Module], Callable[[int], Any]] = {
     Branching: _floats,
     BatchLoop: _floats,
     PlainAttribute: _floats,
+    FunctionalTie: _ids,
+    CalledTwice: _floats,
+    TorchEncoder: _ids,
 }
 
 

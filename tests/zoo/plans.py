@@ -1,5 +1,6 @@
 """Plans made by hand for profiles: even cuts, uniform degrees."""
 
+from planner.graph import shared_storages
 from planner.model_profile import ModelProfile
 from planner.plan import DataParallel, Origin, Plan, Schedule, Stage
 
@@ -18,13 +19,20 @@ def even_plan(
 ) -> Plan:
     """Return a plan that gives every stage as many layers, and divides what can be divided."""
     names = [layer.name for layer in profile.layers]
+    pp_degree = min(pp_degree, len(names))
     bounds = [len(names) * index // pp_degree for index in range(pp_degree + 1)]
     size = tp_degree * dp_degree
+    shared = {profile.layers[layer].layer_class for storage in shared_storages(profile) for layer in storage.layers}
+    all_tied = len(shared) == 2 and bool(profile.tied)  # an embedding and its head divide alike
     stages = []
     for index in range(pp_degree):
         part = range(bounds[index], bounds[index + 1])
         classes = {profile.layer_class(layer).name: profile.layer_class(layer) for layer in part}
-        divided = {name: "tensor" for name, item in classes.items() if item.sharding("tensor", tp_degree)}
+        divided = {
+            name: "tensor"
+            for name, item in classes.items()
+            if item.sharding("tensor", tp_degree) and (name not in shared or all_tied)
+        }
         stages.append(
             Stage(
                 layers=tuple(names[layer] for layer in part),
@@ -39,6 +47,8 @@ def even_plan(
     origin = Origin(
         model_path=profile.provenance.model_path,
         model_hash=profile.provenance.model_hash,
+        build_function=profile.provenance.build_function,
+        inputs_function=profile.provenance.inputs_function,
         profile_path="profile.json",
         profile_hash="",
         cluster="",
