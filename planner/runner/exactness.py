@@ -8,7 +8,8 @@ import copy
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from planner.errors import VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
 from planner.runner.batches import Batch, make_batches
 from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
-from planner.runner.exact_job import TOLERANCE, Comparison, ExactJob
+from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Reference
 from planner.runner.rank import RankContext
 from planner.shrink import Shrink, shrink_model_file
+from planner.units import counted
 
 NUM_STEPS = 2
 LEARNING_RATE = 1e-3
@@ -51,12 +54,12 @@ def inspect_model(context: RankContext, spec: str, inputs_function: str, shrink:
     return model_hash(model), sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
 
-def run_reference(context: RankContext, job: ExactJob) -> tuple[str, ...]:
-    """Write the data, the parameters and each step's gradients of one process to a file; return notes for people."""
+def run_reference(context: RankContext, job: ExactJob) -> Reference:
+    """Write the data, the parameters and each step's gradients of one process to a file; return what to tell of it."""
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
-    notes = []
-    with exact_arithmetic():
-        model = build_exact(model_file)
+    notes, not_proved = [], []
+    with exact_arithmetic() as mode:
+        model, dropped = build_exact(model_file)
         batches = make_batches(model_file, model, job.global_batch_size, NUM_STEPS)
         _check_repeatable(model, model_file, batches[0], job.microbatch_size)
         whole = _loss_without_gradients(model, model_file, batches[0], job.global_batch_size)
@@ -76,10 +79,16 @@ def run_reference(context: RankContext, job: ExactJob) -> tuple[str, ...]:
             saved["steps"].append((loss, gradients))
             optimizer.step()
             optimizer.zero_grad()
+            if step == 0:
+                _check_mean(whole, loss, job)
             if step == 0 and abs(whole - loss) > 1e-9 * max(1.0, abs(loss)):
+                rows = counted(job.microbatch_size, "row")
                 notes.append(
-                    f"microbatches of {job.microbatch_size} rows change the loss itself, from {whole:.6g} for the "
-                    f"whole batch to {loss:.6g}: the plan is judged against one process with the same microbatches"
+                    f"microbatches of {rows} change the loss itself, from {whole:.6g} for the whole batch to "
+                    f"{loss:.6g}: the plan is judged against one process with the same microbatches"
+                )
+                not_proved.append(
+                    f"the loss of the whole batch: microbatches of {rows} change it from {whole:.6g} to {loss:.6g}"
                 )
     if not any(g is not None and bool(g.any()) for g in saved["steps"][0][1].values()):
         raise VerifyError(
@@ -87,20 +96,25 @@ def run_reference(context: RankContext, job: ExactJob) -> tuple[str, ...]:
             hint="check that loss_fn depends on the model's output and that parameters require gradients",
         )
     torch.save(saved, job.reference_path)
-    return tuple(notes)
+    if dropped or mode.dropped:
+        notes.append("dropout was off: with it, losses differ by chance")
+        not_proved.append("dropout")
+    return Reference(notes=tuple(notes), not_proved=tuple(not_proved))
 
 
 def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Comparison]] | None:
     """Return, on rank 0, the largest difference of the loss and the comparison of every parameter; None elsewhere."""
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
     plan = import_plan(job.plan_path)
+    if hasattr(plan, "checkpoint"):  # what backward computes again, it computes outside the modes of the forward
+        vars(plan)["checkpoint"] = partial(checkpoint, context_fn=lambda: (nullcontext(), exact_arithmetic()))
     reference = torch.load(job.reference_path, weights_only=False, mmap=True)
     batches: list[Batch] = reference["batches"]
     inputs: list[Any] = []
 
     def build() -> nn.Module:
         with exact_arithmetic():
-            model = build_exact(model_file)
+            model, _ = build_exact(model_file)
         inputs.extend(batch.inputs_of_step(model) for batch in batches)
         return model
 
@@ -108,7 +122,10 @@ def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Compariso
     # "fp32" computes in the dtype that the model is built in: float64
     runtime = plan.setup(build, model_file.loss_fn, device="cpu", precision="fp32")
     worst: dict[str, Comparison] = {}
-    _compare(worst, runtime.full_parameters(), reference["parameters"], 0, _compare_initial)
+    unread = {
+        name for name in reference["parameters"] if all(gradients[name] is None for _, gradients in reference["steps"])
+    }
+    _compare(worst, runtime.full_parameters(), reference["parameters"], 0, _compare_initial, unread)
     optimizer = torch.optim.AdamW(runtime.parameters(), lr=LEARNING_RATE, foreach=True)
     loss_difference = 0.0
     for step, batch in enumerate(batches):
@@ -173,17 +190,25 @@ def _compare(
     expected: Mapping[str, Tensor | None],
     step: int,
     compare: Callable[[Tensor | None, Tensor | None], tuple[float, float, str]],
+    unread: Collection[str] = (),
 ) -> None:
-    """Keep, for each parameter, the comparison that is furthest off; `given` is None on ranks other than 0."""
+    """Keep, for each parameter, the comparison that is furthest off; `given` is None on ranks other than 0.
+
+    Parameters `unread`, which get no gradient in one process, may be missing: if the plan did need one, its loss
+    would differ.
+    """
     if given is None:
         return
     for name in (*expected, *(name for name in given if name not in expected)):
         one = expected.get(name)
-        difference, norm, verdict = compare(given.get(name), one)
+        if name in unread and given.get(name) is None:
+            difference, norm, verdict = 0.0, 0.0, "unused"
+        else:
+            difference, norm, verdict = compare(given.get(name), one)
         before = worst.get(name)
         if (
             before is None
-            or (verdict != "equal", difference) > (before.verdict != "equal", before.difference)
+            or (verdict not in EQUAL_VERDICTS, difference) > (before.verdict not in EQUAL_VERDICTS, before.difference)
             or (before.step == 0 and before.verdict == "equal")
         ):
             shape = tuple(one.shape) if one is not None else ()
@@ -233,6 +258,18 @@ def _loss_without_gradients(model: nn.Module, model_file: ModelFile, batch: Batc
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
     return loss
+
+
+def _check_mean(whole: float, mean: float, job: ExactJob) -> None:
+    """Raise VerifyError where the whole batch's loss is the sum, not the mean, of its microbatches' losses."""
+    count = job.global_batch_size // job.microbatch_size
+    if count > 1 and whole != 0.0 and abs(whole - count * mean) <= 1e-9 * abs(whole):
+        raise VerifyError(
+            f"loss_fn sums over rows: the loss of the whole batch, {whole:.6g}, is {count} times the mean over its "
+            f"microbatches of {counted(job.microbatch_size, 'row')}, {mean:.6g}. A plan takes that mean, so its "
+            f"gradients would be {count} times too small",
+            hint='return the mean over rows from loss_fn, as reduction="mean" does',
+        )
 
 
 def _check_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> None:
