@@ -1,5 +1,6 @@
 """The numbers of a layer: FLOPs and bytes against counts by hand, fake tensors against real ones, times with spread."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +17,11 @@ from planner.model_profile import LayerCost
 from planner.profiler.arguments import Target
 from planner.profiler.execute import outside_reads, outside_results, run_derived, run_nodes
 from planner.profiler.flops import count_flops
+from planner.profiler.gpu_kernels import GpuKernels
 from planner.profiler.layer_cost import class_cost
 from planner.profiler.measure import Repeats, measure_times, spread
 from planner.profiler.memory import LiveBytes, follow_memory
-from planner.profiler.roofline import compute_numbers
+from planner.profiler.roofline import PricedOperators, compute_numbers
 from planner.profiler.segment import SegmentRunner
 from planner.program import (
     BatchInt,
@@ -199,6 +201,160 @@ def test_backward_of_attention_counts_five_products() -> None:
     q = torch.empty(2, 4, 64, 16, device="meta")
     packet = torch.ops.aten._scaled_dot_product_flash_attention_backward
     assert count_flops(packet.default, (q, q, q, q), {}, (q, q, q)) == 5 * 2 * 2 * 4 * 64 * 64 * 16
+
+
+def gates(batch: int, steps: int, num_gates: int, width: int, *inputs: int) -> int:
+    """Return the FLOPs of recurrent layers, one direction each, by the widths of what they read."""
+    return sum(2 * steps * batch * num_gates * width * (size + width) for size in inputs)
+
+
+B, T, D, H = 2, 9, 6, 7
+TWICE = (D, D, 2 * H, 2 * H)  # two layers of two directions
+RECURRENT = {
+    "lstm": (lambda: nn.LSTM(D, H), gates(B, T, 4, H, D)),
+    "lstm-batch-first": (lambda: nn.LSTM(D, H, batch_first=True), gates(B, T, 4, H, D)),
+    "lstm-2": (lambda: nn.LSTM(D, H, 2), gates(B, T, 4, H, D, H)),
+    "lstm-2-both": (lambda: nn.LSTM(D, H, 2, bidirectional=True, batch_first=True), gates(B, T, 4, H, *TWICE)),
+    "lstm-plain": (lambda: nn.LSTM(D, H, bias=False), gates(B, T, 4, H, D)),
+    # gates read the projection of width 3, and the projection reads the hidden state
+    "lstm-projected": (lambda: nn.LSTM(D, H, proj_size=3), 2 * T * B * (4 * H * (D + 3) + H * 3)),
+    "gru": (lambda: nn.GRU(D, H), gates(B, T, 3, H, D)),
+    "gru-2-both": (lambda: nn.GRU(D, H, 2, bidirectional=True, batch_first=True), gates(B, T, 3, H, *TWICE)),
+    "tanh": (lambda: nn.RNN(D, H), gates(B, T, 1, H, D)),
+    "relu-2": (lambda: nn.RNN(D, H, 2, nonlinearity="relu", batch_first=True), gates(B, T, 1, H, D, H)),
+}
+
+
+def recurrent_runner(make: Callable[[], nn.RNNBase], **options: Any) -> SegmentRunner:
+    """The layer with states of its own, as glue passes them on: gradients flow to all that it reads."""
+    like = make()
+    directions = 2 if like.bidirectional else 1
+    rows = BatchInt(1)
+    order = (rows, T) if like.batch_first else (T, rows)
+    out = like.proj_size or H
+    tensors = {"x": tensor(*order, D), "y": tensor(*order, directions * out)}
+    tensors |= {name: tensor(directions * like.num_layers, rows, out) for name in ("h", "last_h")}
+    tensors |= {name: tensor(directions * like.num_layers, rows, H) for name in ("c", "last_c")}
+    lstm = isinstance(like, nn.LSTM)
+    state, last = ((Ref("h"), Ref("c")), (Ref("last_h"), Ref("last_c"))) if lstm else (Ref("h"), Ref("last_h"))
+    node = call("y", "module", "rnn", Ref("x"), state, result=(Ref("y"), last))
+    return runner_of(lambda: nn.ModuleDict({"rnn": make()}), [node], tensors, ["y"], **options)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_flops_are_exact_measured_and_computed(name: str) -> None:
+    make, by_hand = RECURRENT[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert computed(recurrent_runner(make, fake=True, dtype=dtype)).forward_flops == by_hand
+    for dtype in (torch.float32, torch.float64):  # whole layers in one operator, and every product by itself
+        assert class_cost(recurrent_runner(make, dtype=dtype), repeats=QUICK).forward_flops == by_hand
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_backward_of_recurrent_layers_counts_twice_the_forward(name: str) -> None:
+    make, by_hand = RECURRENT[name]
+    for dtype in (torch.float32, torch.float64):
+        assert backward_flops(recurrent_runner(make, dtype=dtype)) == 2 * by_hand
+    fake = recurrent_runner(make, fake=True)
+    assert backward_flops(fake) == 2 * by_hand
+    for weight in fake.trainable:
+        weight.requires_grad_(False)
+    assert backward_flops(fake) == by_hand
+
+
+def backward_flops(runner: SegmentRunner) -> int:
+    """Return the FLOPs of a layer's backward: on a GPU's operators where tensors are fake, else on those of the CPU."""
+    priced = PricedOperators(GPU.model_copy(update={"peak_flops": {"float32": 1e12, "float64": 1e12}}))
+    forward: list[tuple[float, int]] = []
+    kernels = GpuKernels() if runner.fake_mode else contextlib.nullcontext()
+    with kernels:
+        follow_memory(runner, priced, lambda seed: forward.append(priced.take()))
+    return priced.take()[1]
+
+
+def test_a_recurrent_layer_waits_for_every_step() -> None:
+    """Two kernels a step and layer follow each other; where the products are large they take over."""
+    launch = 3e-6
+    for name, num_layers in (("lstm", 1), ("lstm-2-both", 2), ("gru-2-both", 2), ("tanh", 1)):
+        cost = computed(recurrent_runner(RECURRENT[name][0], fake=True))
+        assert cost.forward_time_s == pytest.approx(2 * T * num_layers * launch, rel=1e-9)
+        assert cost.backward_input_time_s == pytest.approx(2 * T * num_layers * launch, rel=1e-9)
+    slow = GPU.model_copy(update={"peak_flops": {"float32": 1e6}, "matmul_efficiency": 1.0})
+    make, by_hand = RECURRENT["lstm-2-both"]
+    cost = computed(recurrent_runner(make, fake=True), slow)
+    assert cost.forward_time_s == pytest.approx(by_hand / 1e6 + launch, rel=1e-9)
+    assert cost.backward_input_time_s == pytest.approx(by_hand / 1e6 + launch, rel=1e-9)
+    assert cost.backward_time_s == pytest.approx(
+        2 * by_hand / 1e6 + launch + 16 * launch, rel=1e-3
+    )  # 16 gradients added
+
+
+def test_a_recurrent_layer_on_a_gpu_keeps_its_gates_and_cells() -> None:
+    """An LSTM four gates and a cell state, a GRU three gates and a part of one; inner layers their outputs too."""
+    for name, kept in (("lstm", 5 * H), ("gru", 4 * H), ("tanh", 0), ("lstm-2-both", 4 * 5 * H + 2 * H)):
+        cost = computed(recurrent_runner(RECURRENT[name][0], fake=True))
+        assert cost.activation_bytes == T * B * kept * 4
+        assert cost.saved_output_bytes > 0
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_flops_of_convolutions(dims: int, transposed: bool, groups: int) -> None:
+    """Each place of the output (the input where transposed) meets every weight, of one group."""
+    make = getattr(nn, f"Conv{'Transpose' if transposed else ''}{dims}d")
+    before, after = (9,) * dims, (19 if transposed else 4,) * dims
+    tensors = {"x": tensor(BatchInt(1), 4, *before), "y": tensor(BatchInt(1), 6, *after)}
+    nodes = [call("y", "module", "conv", Ref("x"))]
+
+    def runner(**options: Any) -> SegmentRunner:
+        return runner_of(
+            lambda: nn.ModuleDict({"conv": make(4, 6, 3, stride=2, groups=groups)}), nodes, tensors, ["y"], **options
+        )
+
+    by_hand = 2 * 2 * (9 if transposed else 4) ** dims * 4 * 6 * 3**dims // groups
+    assert computed(runner(fake=True)).forward_flops == by_hand
+    assert class_cost(runner(), repeats=QUICK).forward_flops == by_hand
+    assert backward_flops(runner(fake=True)) == backward_flops(runner()) == 2 * by_hand
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_flops_of_torchs_attention_module(need_weights: bool) -> None:
+    """Four projections and two products of all pairs of positions, whether its weights are returned or not."""
+    length, width = 5, 8
+    tensors = {"x": tensor(BatchInt(1), length, width), "y": tensor(BatchInt(1), length, width)}
+    tensors["w"] = tensor(BatchInt(1), length, length)
+    node = call(
+        "y", "module", "attn", *(Ref("x"),) * 3, kwargs={"need_weights": need_weights},
+        result=(Ref("y"), Ref("w") if need_weights else None),
+    )  # fmt: skip
+
+    def runner(**options: Any) -> SegmentRunner:
+        model = lambda: nn.ModuleDict({"attn": nn.MultiheadAttention(width, 2, batch_first=True)})  # noqa: E731
+        return runner_of(model, [node], tensors, ["y"], **options)
+
+    by_hand = 4 * (2 * 2 * length * width * width) + 2 * (2 * 2 * length * length * width)
+    assert computed(runner(fake=True)).forward_flops == by_hand
+    assert class_cost(runner(), repeats=QUICK).forward_flops == by_hand
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "flops"),
+    [
+        ("bij,bjk->bik", ((3, 4), (4, 5)), 2 * 2 * 3 * 4 * 5),
+        ("bqhd,bkhd->bhqk", ((3, 4, 5), (6, 4, 5)), 2 * 2 * 4 * 3 * 6 * 5),
+        ("bi,bi->b", ((3,), (3,)), 2 * 2 * 3),
+        ("bi,bij,bj->b", ((3,), (3, 4), (4,)), 2 * 2 * 3 * 4 + 2 * 2 * 4),
+    ],
+)
+def test_flops_of_einsum(equation: str, shapes: tuple[tuple[int, ...], ...], flops: int) -> None:
+    tensors = {f"x{index}": tensor(BatchInt(1), *shape) for index, shape in enumerate(shapes)}
+    tensors["y"] = tensor(BatchInt(1))
+    node = call("y", "function", "torch.einsum", equation, *(Ref(f"x{index}") for index in range(len(shapes))))
+    assert computed(runner_of(nn.Identity, [node], tensors, ["y"], fake=True)).forward_flops == flops
+    assert class_cost(runner_of(nn.Identity, [node], tensors, ["y"]), repeats=QUICK).forward_flops == flops
 
 
 # saved: what autograd keeps beside the input x and the output; rows 2, length 5, float32

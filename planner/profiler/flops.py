@@ -13,7 +13,6 @@ and backward twice: the gradients of input and hidden state, and those of the ma
 """
 
 import math
-
 from typing import Any
 
 import torch
@@ -58,12 +57,20 @@ _RECURRENT = _FORWARD_RECURRENT | _BACKWARD_RECURRENT
 def _recurrent(packet: Any, args: tuple[Any, ...]) -> int:
     """Every position (packed sequences have fewer than T * B) meets every matrix once, a projection's included."""
     positions = math.prod(args[0].shape[:-1])
-    weights = args[1] if isinstance(args[1], list | tuple) else args[1:5]
-    forward = 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
+    # The CPU's operator takes two matrices and two biases, and matrices of zeros where there is no bias.
+    weights = args[1] if isinstance(args[1], list | tuple) else args[1:3]
+    forward: int = 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
     if packet in _FORWARD_RECURRENT:
         return forward
     for_weights = packet is aten.mkldnn_rnn_layer_backward or args[-1][3]  # the CPU's always finds all gradients
     return 2 * forward if for_weights else forward
+
+
+def _convolution_backward(args: tuple[Any, ...]) -> int:
+    """The forward's products once for each gradient asked for (torch's registry has the weight's times the groups)."""
+    grad, value, weight, transposed, (for_input, for_weight, _) = *args[:3], args[7], args[10]
+    places = math.prod((value if transposed else grad).shape[2:])
+    return int(2 * value.shape[0] * places * weight.numel() * (for_input + for_weight))
 
 
 def _shapes(packet: Any, args: tuple[Any, ...]) -> int | None:
@@ -78,6 +85,8 @@ def _shapes(packet: Any, args: tuple[Any, ...]) -> int | None:
         return _attention(args[0], args[1], args[2])
     if packet in _BACKWARD_ATTENTION:
         return _attention_backward(args[0], args[1], args[2], args[3])
+    if packet is aten.convolution_backward:
+        return _convolution_backward(args)
     if packet in _RECURRENT:
         return _recurrent(packet, args)
     if packet in (aten.mv, aten.dot):

@@ -4,8 +4,9 @@
         + max(FLOPs / (peak x matmul efficiency), bytes / (bandwidth x memory efficiency))
 
 (the roofline of Williams, Waterman and Patterson, CACM 52(4), 2009). A recurrent layer launches kernels for every step,
-each after the one before, and takes no less than their overheads. Views, allocations and what moves nothing are free. Bytes are those of
-an operator's arguments and results, each read or written once: operators are taken as torch runs them uncompiled.
+each after the one before, and takes no less than their overheads. Views, allocations and what moves nothing are free.
+Bytes are those of an operator's arguments and results, each read or written once: operators are taken as torch runs
+them uncompiled.
 """
 
 from dataclasses import dataclass
