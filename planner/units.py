@@ -86,6 +86,11 @@ def format_flops(value: float) -> str:
     return _scaled(value, [(1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP")])
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number of things for people: '1 stage', '4 stages'."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
+
+
 def format_count(value: float) -> str:
     """Return a count for people: '8.03 B' (10^9)."""
     return _scaled(value, [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")]).strip()

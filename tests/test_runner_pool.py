@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import CaptureError, VerifyError
-from planner.runner.failures import died, failure_error, first_cause, main_thread, raised, silent
+from planner.runner.failures import died, failure_error, first_cause, main_thread, own_frame, raised, silent
 from planner.runner.pool import WorkerPool
 from planner.runner.rank import RankContext
 
@@ -166,7 +166,9 @@ def test_tells_of_the_rank_that_failed_first(pool: WorkerPool, how: str, expecte
 
 @pytest.mark.parametrize("how", ["hang", "child"])
 def test_tells_where_a_rank_hangs(pool: WorkerPool, how: str) -> None:
-    with pytest.raises(VerifyError, match=r"(?s)rank 2 did not answer within 2 s.*last seen in.*sleep_for_ever.*fail"):
+    with pytest.raises(
+        VerifyError, match=r"(?s)rank 2 did not answer within 2 s\nlast seen in File.*in sleep_for_ever"
+    ):
         pool.run(fail, how, 2, num_processes=3, timeout_s=2)
     assert children_of(pool) == []
 
@@ -289,6 +291,28 @@ def test_the_other_ranks_are_told_in_a_line_each() -> None:
     assert lines[4] == "  also: ranks 1, 3 lost a peer"
     assert len(lines) == 5
     assert max(map(len, lines)) < 250
+
+
+def test_an_error_of_a_plan_is_told_in_its_own_words() -> None:
+    words = "rank 0 could not be set up: RuntimeError: boom"
+    plans = [raised(rank, 1.0, "PlanError", words, "", "a traceback", "") for rank in (1, 2)]
+    own = raised(0, 2.0, "RuntimeError", "boom", "", "its traceback", "")
+    assert first_cause([*plans, own]) is own, "the others only say that it failed"
+    refusing = [raised(rank, 1.0, "PlanError", "input 'x' is wrong", "give y", "a traceback", "") for rank in (0, 1)]
+    error = failure_error(refusing)
+    assert (error.message, error.hint) == ("input 'x' is wrong", "give y")
+
+
+def test_the_frame_shown_is_of_a_plan_or_a_model() -> None:
+    inner, outer = (
+        f'  File "{os.__file__}", line 5 in wait',
+        f'  File "{main_thread.__code__.co_filename}", line 1 in a',
+    )
+    library = '  File "site-packages/torch/x.py", line 9 in y'
+    plan = '  File "plan.py", line 7 in step'
+    assert own_frame(f"{inner}\n{library}\n{plan}\n{outer}") == plan.strip()
+    assert own_frame(f"{library}\n{outer}") == library.strip()
+    assert own_frame("") == "(no frame)"
 
 
 def test_the_stack_of_the_main_thread_is_the_last_of_a_dump() -> None:

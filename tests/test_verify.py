@@ -15,7 +15,7 @@ from planner.plan import Origin, Plan, Stage, greatest_common_rows, read_plan
 from planner.report.verify import verify_table
 from planner.runner import VerifyReport, verify
 from planner.runner.pool import WorkerPool
-from planner.runner.subject import available_bytes, choose_subject, memory_bytes
+from planner.runner.subject import available_bytes, choose_subject, find_model, memory_bytes, plan_summary
 from planner.shrink import Shrink
 
 MODEL = """
@@ -77,6 +77,9 @@ import torch.distributed as dist
 FAULT = {fault!r}
 PLAN = {plan!r}
 
+class PlanError(RuntimeError):
+    pass
+
 class Runtime:
     def __init__(self, model, loss_fn):
         self.model, self.loss_fn, self.steps = model, loss_fn, 0
@@ -96,6 +99,8 @@ class Runtime:
             os._exit(3)
         if FAULT == "raises" and rank == 1:
             raise RuntimeError("rank one's own words")
+        if FAULT == "refuses":
+            raise PlanError(f"input 'x' is wrong\\nhint: give another")
         if FAULT == "hangs" and rank == 1:
             time.sleep(1000)
         size, count = PLAN["stages"][0]["microbatch_size"], PLAN["num_microbatches"]
@@ -135,7 +140,10 @@ class Runtime:
     def _full(self, value):
         if dist.get_rank() != 0:
             return None
-        return {{name: value(parameter) for name, parameter in self.model.named_parameters()}}
+        found = {{name: value(parameter) for name, parameter in self.model.named_parameters()}}
+        if FAULT == "unused left out":
+            del found["unused"]
+        return found
 
 def setup(build_model, loss_fn=None, *, device=None, precision=None):
     assert precision == "fp32" and device == "cpu"
@@ -242,12 +250,68 @@ def test_a_right_plan_is_equal_in_every_parameter(write: Folder, pool: WorkerPoo
     zero = {row.name for row in report.rows if row.gradient_norm < 1e-12}
     # softmax ignores what a key's bias adds; no other gradient is zero, though out.weight starts as zeros
     assert zero == {"blocks.0.key.bias", "blocks.1.key.bias", "frozen", "unused"}
-    assert (report.num_processes, report.not_proved) == (2, ())
+    assert (report.num_processes, report.not_proved) == (2, ("dropout",))
     assert report.plan_summary == "pp 1 x tp 1 x dp 2 (replicated), 1f1b, 2 microbatches of 2 rows"
     assert any("bf16-mixed" in note for note in report.notes)
     assert told[0][:2] == ("the model", 0)
     assert told[-1] == ("done", 5, 5)
-    assert "equal to one process: all 23 parameters" in shown(report)
+    assert report.notes.count("dropout was off: with it, losses differ by chance") == 1
+    text = shown(report)
+    assert f"equal to one process: all 23 parameters within 1e-05, the furthest {report.worst_parameter}" in text
+    assert text.count("dropout was off") == text.count("not proved: dropout") == 1
+
+
+def test_a_parameter_that_nothing_reads_may_be_missing(write: Folder, pool: WorkerPool) -> None:
+    report = verify(write("unused left out"), timeout_s=120, pool=pool)
+    assert report.ok
+    assert {row.name: row.verdict for row in report.rows if row.verdict != "equal"} == {"unused": "unused"}
+    assert report.worst_parameter != "unused"
+    assert "1 parameter that nothing reads, not in the plan: 'unused'" in report.notes
+    assert "all 23 parameters" in shown(report)
+
+
+def with_model(path: Path, *changes: tuple[str, str]) -> Path:
+    """Write the model beside a plan with changes to its text."""
+    text = MODEL
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (path.parent / "model.py").write_text(text)
+    return path
+
+
+OFF = (("Dropout(0.5)", "Dropout(0.0)"), ("attention_dropout = 0.5", "attention_dropout = 0.0"))
+LITERAL = ("input_ids), 0.3,", "input_ids), 0.0,")
+
+
+def test_dropout_is_told_only_where_there_is_some(write: Folder, pool: WorkerPool) -> None:
+    report = verify(with_model(write(), *OFF, LITERAL), timeout_s=120, pool=pool)
+    assert report.ok
+    assert (report.not_proved, report.notes) == ((), ())
+    literal_only = verify(with_model(write(), *OFF), timeout_s=120, pool=pool)
+    assert literal_only.not_proved == ("dropout",)
+    never = ("0.3, self.training", "0.3, False")
+    assert verify(with_model(write(), *OFF, never), timeout_s=120, pool=pool).not_proved == ()
+
+
+def test_a_loss_that_sums_over_rows_is_refused(write: Folder, pool: WorkerPool) -> None:
+    path = with_model(write(), ("target.flatten())", "target.flatten(), reduction='sum')"))
+    with pytest.raises(VerifyError, match=r"loss_fn sums over rows: .* is 4 times the mean over its microbatches of 2"):
+        verify(path, timeout_s=120, pool=pool)
+
+
+def test_a_loss_that_microbatches_change_is_no_sum(write: Folder, pool: WorkerPool) -> None:
+    path = with_model(write(), ("target.flatten())", "target.flatten(), ignore_index=4)"), *OFF, LITERAL)
+    text = (path.parent / "model.py").read_text()
+    uneven = "torch.arange(batch_size * 6).clamp(max=batch_size * 2).reshape(batch_size, 6) % 5"
+    (path.parent / "model.py").write_text(
+        text.replace("torch.arange(batch_size * 6).reshape(batch_size, 6) % 11", uneven)
+    )
+    report = verify(path, timeout_s=120, pool=pool)
+    assert report.ok
+    assert len(report.notes) == len(report.not_proved) == 1
+    assert "microbatches of 2 rows change the loss itself" in report.notes[0]
+    assert report.not_proved[0].startswith("the loss of the whole batch: microbatches of 2 rows change it from ")
 
 
 @pytest.mark.parametrize(
@@ -299,6 +363,15 @@ def test_a_rank_that_fails_is_told(write: Folder, pool: WorkerPool, fault: str, 
     with pytest.raises(VerifyError, match=message) as caught:
         verify(write(fault), timeout_s=timeout_s, pool=pool)
     assert caught.value.hint
+    if fault == "hangs":
+        assert len(caught.value.message.splitlines()) <= 3
+        assert "runner/exactness.py" not in caught.value.message
+
+
+def test_a_plan_that_refuses_is_told_in_its_own_words(write: Folder, pool: WorkerPool) -> None:
+    error = failure(write("refuses"), pool)
+    assert isinstance(error, VerifyError)
+    assert (error.message, error.hint) == ("input 'x' is wrong", "give another")
 
 
 # What can't be run -------------------------------------------------------------------------------------------------
@@ -336,9 +409,19 @@ def test_the_model_must_be_there_and_the_same(write: Folder, pool: WorkerPool, t
     assert isinstance(error, UsageError)
     assert "'model.py' of plan.py is gone" in error.message
     assert "--model" in error.hint
+    assert f"looked in {Path.cwd()}, in {tmp_path}, and in every folder above that" in error.message
     assert verify(path, model=str(tmp_path / "moved.py"), timeout_s=120, pool=pool).ok
     (tmp_path / "moved.py").write_text(MODEL.replace("nn.Embedding(11", "nn.Embedding(12").replace("(8, 11", "(8, 12"))
     assert "has hash" in failure(path, pool, model=str(tmp_path / "moved.py")).message
+
+
+def test_the_model_is_looked_for_upward_from_the_plan(tmp_path: Path, model_hash: str) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    plan, folder = make_plan(model_hash), tmp_path / "plans" / "here"
+    folder.mkdir(parents=True)
+    assert find_model(plan, folder / "plan.py", None) == f"{tmp_path / 'model.py'}:build_model"
+    (folder / "model.py").write_text(MODEL)
+    assert find_model(plan, folder / "plan.py", None) == f"{folder / 'model.py'}:build_model"
 
 
 def test_a_model_that_fails_is_told_with_its_line(write: Folder, pool: WorkerPool, tmp_path: Path) -> None:
@@ -376,6 +459,7 @@ def test_too_many_processes_need_a_twin(write: Folder, pool: WorkerPool, model_h
     assert report.not_proved == (
         "the plan needs 16 processes, and at most 8 are run here: a twin was run",
         "dp_degree 16 as 2",
+        "dropout",
     )
 
 
@@ -422,6 +506,12 @@ def test_available_memory_is_told_where_the_system_says() -> None:
 
 def test_the_one_process_takes_the_rows_that_no_stage_splits(model_hash: str) -> None:
     assert greatest_common_rows(make_plan(model_hash)) == 2
+
+
+def test_one_of_a_thing_is_told_in_the_singular(model_hash: str) -> None:
+    plan = make_plan(model_hash, ranks=1)
+    one = plan.replace(global_batch_size=2, num_microbatches=1)
+    assert plan_summary(one) == "pp 1 x tp 1 x dp 1, 1f1b, 1 microbatch of 2 rows"
 
 
 def test_reading_a_plan_gives_what_was_written(write: Folder, model_hash: str) -> None:

@@ -17,6 +17,8 @@ PERTURBATION = 0.02  # standard deviation added to every parameter: the usual sc
 
 # Attributes of modules and configurations that hold a probability of dropping something
 _DROPS = re.compile(r"dropout|pdrop|layerdrop|drop_path|drop_prob|drop_rate|_drop$", re.IGNORECASE)
+# Those of a configuration that only become nn.Dropout, in heads that a model may not have
+_FOR_HEADS = re.compile(r"^(summary|classifier)_")
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -48,8 +50,13 @@ class ExactMode(TorchFunctionMode):
     """Makes casts to lower precision casts to float64, and every dropout probability zero, whoever wrote them.
 
     Models cast inside (a norm in float32, say), and the code of a plan repeats those casts: in lower precision, two
-    orders of the same sum would differ by more than what is looked for.
+    orders of the same sum would differ by more than what is looked for. `dropped` tells whether a probability was
+    more than zero.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,6 +67,7 @@ class ExactMode(TorchFunctionMode):
             return torch.Tensor.double(args[0])
         if func in _DROPOUTS:
             position, name = _DROPOUTS[func]
+            self.dropped = self.dropped or _drops(func, args, given)
             if len(args) > position:
                 args = (*args[:position], 0.0, *args[position + 1 :])
             else:
@@ -70,33 +78,45 @@ class ExactMode(TorchFunctionMode):
         )
 
 
+def _drops(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Return whether a call of a dropout function would drop anything; attention has no argument for training."""
+    position, name = _DROPOUTS[func]
+    probability = args[position] if len(args) > position else given.get(name, 0.0)
+    training = args[2] if func is not F.scaled_dot_product_attention and len(args) > 2 else True
+    return bool(probability) and bool(given.get("training", given.get("train", training)))
+
+
 def _widen(value: Any) -> Any:
     return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 @contextmanager
-def exact_arithmetic() -> Iterator[None]:
-    """Compute in float64 without dropout inside: tensors made without a dtype included."""
+def exact_arithmetic() -> Iterator[ExactMode]:
+    """Compute in float64 without dropout inside: tensors made without a dtype included. Yields what it met."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with ExactMode():
-            yield
+        with ExactMode() as mode:
+            yield mode
     finally:
         torch.set_default_dtype(before)
 
 
-def build_exact(model_file: ModelFile) -> nn.Module:
-    """Return the model as every process builds it: seeded, float64, dropout off, weights perturbed; mode unchanged."""
+def build_exact(model_file: ModelFile) -> tuple[nn.Module, bool]:
+    """Return the model as every process builds it, and whether it had dropout.
+
+    It is seeded, float64, dropout off, weights perturbed; its mode is unchanged.
+    """
     torch.manual_seed(BUILD_SEED)
     try:
         model = model_file.build()
     except Exception as error:
         raise user_error(error, model_file.path, f"{model_file.build_function}()") from error
+    dropped = has_dropout(model)
     switch_off_dropout(model)
     model.double()
     perturb(model)
-    return model  # type: ignore[no-any-return]
+    return model, dropped
 
 
 def perturb(model: nn.Module) -> None:
@@ -111,10 +131,24 @@ def perturb(model: nn.Module) -> None:
 
 def switch_off_dropout(model: nn.Module) -> None:
     """Set every probability of dropping something to zero, in modules and their configurations; mode unchanged."""
+    for _, owner, name, value in _probabilities(model):
+        setattr(owner, name, type(value)(0))
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether a module in training mode, or its configuration, gives a probability of dropping something."""
+    return any(
+        value > 0 and module.training and (owner is module or not _FOR_HEADS.search(name))
+        for module, owner, name, value in _probabilities(model)
+    )
+
+
+def _probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, float]]:
+    """Yield (module, the module or its configuration, name of its attribute, value) for every probability."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
+            yield module, module, "p", module.p
         for owner in (module, getattr(module, "config", None)):
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if _DROPS.search(name) and isinstance(value, float | int) and not isinstance(value, bool):
-                    setattr(owner, name, type(value)(0))
+                    yield module, owner, name, value

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from planner.shrink import Shrink
 
+EQUAL_VERDICTS = ("equal", "unused")  # unused: no gradient in one process, and the plan leaves the parameter out
 TOLERANCE = 1e-5  # on the loss (absolute) and on each norm(g - g_one) / norm(g_one)
 
 
@@ -19,6 +20,14 @@ class ExactJob:
     global_batch_size: int
     microbatch_size: int
     reference_path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one process told beside the file that it wrote: notes for people, and what the comparison leaves open."""
+
+    notes: tuple[str, ...] = ()
+    not_proved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

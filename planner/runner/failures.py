@@ -7,8 +7,10 @@ ended. What people need is the first cause, so failures that only follow from an
 import linecache
 import re
 import signal
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from planner import errors
 from planner.errors import PlannerError, VerifyError
@@ -17,14 +19,21 @@ from planner.errors import PlannerError, VerifyError
 _FOLLOWS_FROM_A_PEER = re.compile(
     r"closed by peer|reset by peer|NCCL|TCPStore|recvValue|Broken pipe|Socket closed|process group .*abort"
 )
+# what the ranks of a plan raise when another could not set up its part: that one tells why
+_FOLLOWS_IN_A_PLAN = re.compile(r"rank \d+ could not be set up: ")
+_PLAN_ERROR = "PlanError"  # the class of an emitted plan's own errors, which say all there is to say
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+_ROOTS = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")))  # planner's own code, Python's
 MAX_FRAMES = 12
 MAX_LINE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How one rank failed; `time_s` is on the monotonic clock of the machine, `stack` where it was last seen."""
+    """How one rank failed; `time_s` is on the monotonic clock of the machine.
+
+    `follows`: only because a peer is gone; `silent`: it did not answer; `complete`: the summary says all there is.
+    """
 
     rank: int
     time_s: float
@@ -34,18 +43,22 @@ class Failure:
     follows: bool = False
     silent: bool = False
     error_class: str = ""
+    complete: bool = False
 
 
 def raised(rank: int, time_s: float, kind: str, message: str, hint: str, details: str, error_class: str) -> Failure:
     """Return the failure of a rank whose code raised; `error_class` names a PlannerError to raise again as it is."""
+    complete = bool(error_class) or kind == _PLAN_ERROR
+    in_a_plan = kind == _PLAN_ERROR and _FOLLOWS_IN_A_PLAN.match(message)
     return Failure(
         rank=rank,
         time_s=time_s,
-        summary=message if error_class else f"rank {rank} raised {kind}: {message}",
-        details="" if error_class else details,
+        summary=message if complete else f"rank {rank} raised {kind}: {message}",
+        details="" if complete else details,
         hint=hint,
-        follows=not error_class and bool(_FOLLOWS_FROM_A_PEER.search(message)),
+        follows=not error_class and bool(in_a_plan or _FOLLOWS_FROM_A_PEER.search(message)),
         error_class=error_class,
+        complete=complete,
     )
 
 
@@ -75,13 +88,13 @@ def died(rank: int, time_s: float, exit_code: int, log: str) -> Failure:
 
 def silent(rank: int, time_s: float, timeout_s: float, stack: str) -> Failure:
     """Return the failure of a rank that did not answer in time; `stack` is faulthandler's text, or empty."""
-    where = f"last seen in\n{stack}" if stack else "it shows no stack: it is stopped, or not yet started"
+    where = f"last seen in {own_frame(stack)}" if stack else "it shows no stack: it is stopped, or not yet started"
     return Failure(
         rank=rank,
         time_s=time_s,
         summary=f"rank {rank} did not answer within {timeout_s:g} s",
         details=where,
-        hint="allow more time if the machine is slow; otherwise the stack shows what it waits for",
+        hint="allow more time if the machine is slow; otherwise look at what it waits for there",
         follows=is_waiting(stack),
         silent=True,
     )
@@ -115,7 +128,7 @@ def failure_error(failures: Sequence[Failure]) -> PlannerError:
         lines.append(f"  also: {_ranks(lost)} lost a peer")
     message = "\n".join(part for part in (cause.summary, cause.details.rstrip(), *lines) if part)
     error_class = getattr(errors, cause.error_class) if cause.error_class else VerifyError
-    error: PlannerError = error_class(cause.summary if cause.error_class else message, hint=cause.hint)
+    error: PlannerError = error_class(cause.summary if cause.complete else message, hint=cause.hint)
     return error
 
 
@@ -136,6 +149,21 @@ def main_thread(stack: str) -> str:
     sections = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", stack)
     lines = [line for line in sections[-1].splitlines() if _FRAME.search(line)]
     return "\n".join(lines[:MAX_FRAMES])
+
+
+def own_frame(stack: str) -> str:
+    """Return the innermost frame that is of a plan or of a model, not of Python, a library or planner; else the first.
+
+    'File "plan.py", line 12 in step'; '(no frame)' where the stack has none.
+    """
+    frames = list(_FRAME.finditer(stack))
+    own = [frame for frame in frames if not _is_installed(frame["file"])]
+    return (own or frames)[0][0] if frames else "(no frame)"
+
+
+def _is_installed(file: str) -> bool:
+    path = Path(file)
+    return file.startswith("<") or "site-packages" in path.parts or any(path.is_relative_to(root) for root in _ROOTS)
 
 
 def is_waiting(stack: str) -> bool:

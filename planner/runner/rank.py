@@ -169,6 +169,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     message, _, hint = (str(error) or "(no message)")[:MAX_TEXT].partition("\nhint: ")
     if isinstance(error, PlannerError):
         hint = error.hint
+    if type(error).__name__ == "PlanError":
+        hint = hint or "the plan or what it was given is wrong: solve again, or undo the last edit of plan.py"
     return {
         "time_s": time.monotonic(),
         "kind": type(error).__name__,

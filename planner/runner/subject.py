@@ -12,7 +12,7 @@ from planner.plan import Plan, read_plan
 from planner.records import write_text
 from planner.runner.pool import MAX_PROCESSES
 from planner.shrink import Shrink
-from planner.units import format_bytes
+from planner.units import counted, format_bytes
 
 # (plan, at most so many processes, how the model shrinks) -> source of plan.py and what that leaves open, or None
 MakeTwin = Callable[[Plan, int, Shrink | None], tuple[str, tuple[str, ...]] | None]
@@ -57,10 +57,10 @@ def choose_subject(
     if plan.num_gpus <= MAX_PROCESSES and fits:
         return Subject(plan=plan, path=path)
     too_large = (
-        f"the plan needs {plan.num_gpus} processes, and at most {MAX_PROCESSES} are run here"
+        f"the plan needs {counted(plan.num_gpus, 'process', 'processes')}, and at most {MAX_PROCESSES} are run here"
         if fits
-        else f"the plan needs {plan.num_gpus} processes and at least {format_bytes(needed)} in float64, and "
-        f"{format_bytes(free_bytes or 0)} are free"
+        else f"the plan needs {counted(plan.num_gpus, 'process', 'processes')} and at least {format_bytes(needed)} in "
+        f"float64, and {format_bytes(free_bytes or 0)} are free"
     )
     failure: PlannerError | None = None
     for shrink in _SHRINKS if make_twin is not None else ():
@@ -129,7 +129,8 @@ def available_bytes() -> int | None:
 def find_model(plan: Plan, plan_path: Path, model: str | None) -> str:
     """Return the model to load, as `load_model_file` takes it: the one given, else the plan's own.
 
-    The plan's path is tried as it is, from the current folder, and from the plan's folder. UsageError if it is gone.
+    The plan's path is tried from the current folder, then from the plan's folder and every folder above it.
+    UsageError if it is gone.
     """
     function = plan.origin.build_function
     if model is not None:
@@ -137,11 +138,14 @@ def find_model(plan: Plan, plan_path: Path, model: str | None) -> str:
         if name == "build_model":  # not named: the plan knows
             name = function
     else:
-        recorded = Path(plan.origin.model_path)
-        found = next((path for path in (recorded, plan_path.parent / recorded) if path.exists()), None)
+        recorded, home = Path(plan.origin.model_path), plan_path.resolve().parent
+        folders = [Path(), home, *home.parents]  # an absolute path is the same from every folder
+        found = next((folder / recorded for folder in folders if (folder / recorded).exists()), None)
         if found is None:
+            where = f"looked in {Path.cwd()}, in {home}, and in every folder above that"
             raise UsageError(
-                f"the model file {plan.origin.model_path!r} of {plan_path.name} is gone",
+                f"the model file {plan.origin.model_path!r} of {plan_path.name} is gone"
+                + ("" if recorded.is_absolute() else f"; {where}"),
                 hint="say where it is now with --model FILE",
             )
         path, name = found.resolve(), function
@@ -180,7 +184,7 @@ def plan_summary(plan: Plan) -> str:
     """Return a plan in a line for people."""
     degrees = f"pp {plan.pp_degree} x tp {plan.tp_degree} x dp {plan.dp_degree}"
     mode = f" ({plan.data_parallel})" if plan.dp_degree > 1 else ""
-    batch = f"{plan.num_microbatches} microbatches of {plan.microbatch_size} rows"
+    batch = f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} of {counted(plan.microbatch_size, 'row')}"
     recomputed = sum(len(stage.recompute) for stage in plan.stages)
-    extra = f", {recomputed} layers recomputed" if recomputed else ""
+    extra = f", {counted(recomputed, 'layer')} recomputed" if recomputed else ""
     return f"{degrees}{mode}, {plan.schedule}, {batch}{extra}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from planner.errors import VerifyError
 from planner.plan import greatest_common_rows, read_plan
 from planner.records import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
-from planner.runner.exact_job import TOLERANCE, ExactJob
+from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, ExactJob, Reference
 from planner.runner.pool import WorkerPool
 from planner.runner.subject import (
     MakeTwin,
@@ -20,6 +20,7 @@ from planner.runner.subject import (
     plan_summary,
 )
 from planner.shrink import Shrink
+from planner.units import counted
 
 Progress = Callable[[str, int, int], None]
 
@@ -29,8 +30,9 @@ _NUM_PHASES = 5
 class ParameterRow(Record):
     """One parameter, at the step where it differs most: norm(g - g_one) / norm(g_one), and what that means.
 
-    `verdict` is 'equal', 'differs', 'missing', 'unexpected' (a gradient where one process has none), 'starts otherwise'
-    (the value after setup), 'not set up', 'not finite', or the wrong shape. `step` is 0 for the value after setup.
+    `verdict` is 'equal', 'unused' (no gradient in one process, and not in the plan: as good as equal), 'differs',
+    'missing', 'unexpected' (a gradient where one process has none), 'starts otherwise' (the value after setup),
+    'not set up', 'not finite', or the wrong shape. `step` is 0 for the value after setup.
     """
 
     name: str
@@ -39,6 +41,11 @@ class ParameterRow(Record):
     gradient_norm: NonNegativeFloat
     step: NonNegativeInt
     verdict: str
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the plan does with this parameter what one process does."""
+        return self.verdict in EQUAL_VERDICTS
 
 
 class VerifyReport(Record):
@@ -126,7 +133,8 @@ def verify(
             reference_path=Path(scratch) / "reference.pt",
         )
         tell("one process", 1)
-        [notes] = pool.run(
+        one: Reference
+        [one] = pool.run(
             "planner.runner.exactness:run_reference",
             job,
             process_group=False,
@@ -134,7 +142,7 @@ def verify(
             on_progress=lambda _, text: tell(text, 2),
         )
         num_processes = subject.plan.num_gpus
-        tell(f"the plan on {num_processes} processes", 3)
+        tell(f"the plan on {counted(num_processes, 'process', 'processes')}", 3)
         results = pool.run(
             "planner.runner.exactness:run_plan",
             job,
@@ -152,18 +160,22 @@ def verify(
             step=item.step,
             verdict=item.verdict,
         )
-        for item in sorted(comparisons, key=lambda item: (item.verdict == "equal", -item.difference, item.name))
+        for item in sorted(comparisons, key=lambda item: (item.verdict in EQUAL_VERDICTS, -item.difference, item.name))
     )
     tell("done", _NUM_PHASES)
+    notes = list(one.notes)
+    if unused := [row.name for row in rows if row.verdict == "unused"]:
+        example = repr(unused[0]) if len(unused) == 1 else f"{unused[0]!r} and others"
+        notes.append(f"{counted(len(unused), 'parameter')} that nothing reads, not in the plan: {example}")
     if subject.plan.precision != "fp32":
-        notes = (*notes, f"the plan's precision is {subject.plan.precision}; it was compared in float64")
+        notes.append(f"the plan's precision is {subject.plan.precision}; it was compared in float64")
     return VerifyReport(
-        ok=loss_difference <= TOLERANCE and all(row.verdict == "equal" for row in rows),
+        ok=loss_difference <= TOLERANCE and all(row.is_equal for row in rows),
         loss_difference=loss_difference,
         max_gradient_difference=max(row.gradient_difference for row in rows),
         worst_parameter=rows[0].name,
-        not_proved=subject.not_proved,
-        notes=notes,
+        not_proved=(*subject.not_proved, *one.not_proved),
+        notes=tuple(notes),
         rows=rows,
         num_processes=num_processes,
         plan_summary=plan_summary(subject.plan),
