@@ -1,8 +1,11 @@
 """The command line: what it prints where, exit codes, and one clear error with a hint for every bad input."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,8 @@ from planner.model_profile import (
 )
 from planner.plan import Origin, Plan, Stage
 from planner.program import BatchInt, Node, Program, Ref, Tensor
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,8 @@ def test_python_dash_m(folder: Path) -> None:
         (["profile", "model.py", "--microbatch-sizes", "0"], ["--microbatch-sizes '0'"]),
         (["profile", "model.py", "--device", "cpu", "--gpu", "h100-sxm"], ["--device cpu", "--gpu h100-sxm"]),
         (["profile", "model.py", "--device", "tpu"], ["--device"]),
+        (["profile", "model.py", "--gpu", "h1000"], ["'h1000'", "'h100-pcie' or 'h100-sxm'"]),
+        (["profile", "model.py", "--gpu", "h100-sxn"], ["did you mean 'h100-sxm'?"]),
         (["plan"], ["plan"]),
         (["verify", "plan.py", "--timeout", "x"], ["--timeout"]),
     ],
@@ -228,6 +235,11 @@ def test_interrupting_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("planner.cli.solve.load_profile", interrupt)
     done = run("solve", "--gpus", "4")
     assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+
+
+def test_a_wrong_time_is_told_without_another_example(run: Run) -> None:
+    done = run("solve", "--gpus", "4", "--time-limit", "abc")
+    assert done.err == "error: --time-limit 'abc' is no time\nhint: write it like --time-limit 90s\n"
 
 
 def test_a_bug_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +290,6 @@ def test_bad_durations(text: str) -> None:
 
 
 def test_the_newest_profile_is_taken_and_named(folder: Path) -> None:
-    import os
-
     for age, name in enumerate(["new", "old"]):
         path = Path("profiles") / f"{name}.json"
         write_profile(small_profile().replace(name=name), path)
@@ -586,6 +596,10 @@ def test_explain_reads_a_plan_as_data(run: Run, profiled: Path) -> None:
     done = run("explain", "plan.py")
     assert (done.code, done.err) == (0, "")
     assert all(word in done.out for word in ("Bottleneck", "Memory", "optimal", "runners-up", "blocks.0"))
+    done = run("explain", "plan.py", "--json")
+    assert (done.code, done.err) == (0, "")
+    told = json.loads(done.out)
+    assert (told["pp_degree"], told["status"], len(told["stages"])) == (2, "optimal", 2)
     path.write_text("PLAN = {'stages': []}\n")
     run("explain", "plan.py").assert_one_error(1, "plan.py", "is missing")
     path.write_text("PLAN = {'a': open('x')}\n")
@@ -604,7 +618,7 @@ def test_verify_proves_and_refuses(run: Run, profiled: Path) -> None:
     assert told["loss_difference"] <= 1e-9
     assert 0 <= told["max_gradient_difference"] <= 1e-5
     assert told["worst_parameter"].startswith(("blocks.", "head."))
-    assert told["not_proved"] == []
+    assert (told["not_proved"], told["notes"]) == ([], [])
 
     path = Path("plan.py")
     right = path.read_text()
@@ -620,3 +634,70 @@ def test_verify_proves_and_refuses(run: Run, profiled: Path) -> None:
     run("verify", "plan.py").assert_one_error(2, "model.py", "--model")
     assert run("verify", "plan.py", "--model", "moved.py").code == 0
     run("verify", "none.py").assert_one_error(2, "none.py", "does not exist")
+
+
+NOTED = (
+    MODEL.replace(
+        "self.head =", "self.unused = nn.Linear(3, 3)\n        self.dropout = nn.Dropout(0.1)\n        self.head ="
+    ).replace("self.head(x)", "self.head(self.dropout(x))")
+    + FUNCTIONS
+)
+
+
+@pytest.fixture
+def noted(run: Run, model: Path) -> Path:
+    """A plan for a model with dropout and with a module that nothing reads."""
+    model.write_text(NOTED)
+    assert run("profile", "model.py", "--device", "cpu", "--microbatch-sizes", "1,2", "--tp", "1").code == 0
+    assert run("solve", "--gpus", "2", "--global-batch-size", "4", "--pin", "pp_degree=2").code == 0
+    return Path("plan.py")
+
+
+def test_verify_tells_each_note_once(run: Run, noted: Path) -> None:
+    done = run("verify", "plan.py")
+    assert (done.code, done.err) == (0, "")
+    for words in (
+        "note: dropout was off: with it, losses differ by chance",
+        "not proved: dropout",
+        "note: 2 parameters that nothing reads, not in the plan: 'unused.bias' and others",
+    ):
+        assert done.out.count(words) == 1, done.out
+    done = run("verify", "plan.py", "--json")
+    told = json.loads(done.out)
+    assert done.code == 0
+    assert (told["ok"], told["not_proved"], len(told["notes"])) == (True, ["dropout"], 2)
+    assert [done.err.count(f"note: {note}") for note in told["notes"]] == [1, 1]
+    assert done.err.count("not proved: dropout") == 1
+
+
+def test_profile_tells_each_note_once(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = small_profile().replace(notes=("a note of the profiler",))
+    monkeypatch.setattr("planner.profiler.profile_model", lambda *arguments, **options: noted)
+    done = run("profile", "model.py")
+    assert (done.out.count("note: a note of the profiler"), done.err.count("note: ")) == (1, 0)
+    done = run("profile", "model.py", "--json")
+    assert (done.out.count("a note of"), done.err.count("note: a note of the profiler")) == (0, 1)
+
+
+def test_sigterm_leaves_nothing_behind(run: Run, profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert run("solve", "--gpus", "2", "--global-batch-size", "4", "--pin", "pp_degree=2").code == 0
+    Path("model.py").write_text(Path("model.py").read_text() + "\nimport time\ntime.sleep(1000)\n")
+    temporary = tmp_path_factory.mktemp("temporary")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "planner", "verify", "plan.py"],
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(REPOSITORY)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        limit = time.monotonic() + 60
+        while not list(temporary.glob("planner-verify-*")) and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert list(temporary.glob("planner-verify-*"))
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, err) == (143, "ended by SIGTERM\n")
+    assert list(temporary.iterdir()) == []

@@ -144,7 +144,7 @@ def test_a_plan_too_large_for_the_machine_is_proved_on_a_twin(
     path = tmp_path / "plan.py"
     write_plan(emit(plan, full_llama), path)
     with WorkerPool() as fresh:  # its processes see the environment of now
-        report = verify(path, pool=fresh, timeout_s=250, make_twin=partial(make_plan_twin, None))
+        report = verify(path, pool=fresh, timeout_s=250, make_twin=partial(make_plan_twin, None, path))
     assert report.ok
     assert report.num_processes == 8
     assert any("pp_degree 4" in text for text in report.not_proved)

@@ -1,11 +1,15 @@
 """The command `planner`: its subcommands, and how errors are told.
 
-Data goes to stdout, everything else to stderr. Exit code 0: done; 1: no plan, or failed; 2: usage; 130: interrupted.
+Data goes to stdout, everything else to stderr. Exit code 0: done; 1: no plan, or failed; 2: usage; 130: interrupted;
+143: ended by SIGTERM.
 """
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -19,6 +23,7 @@ from planner.cli.verify import verify
 from planner.errors import PlannerError
 
 INTERRUPTED = 130
+TERMINATED = 128 + signal.SIGTERM
 
 app = typer.Typer(
     name="planner",
@@ -45,10 +50,33 @@ def root(
         sys.stdout.write(context.get_help() + "\n")
 
 
+class _Terminated(BaseException):
+    """SIGTERM came: raised so that files and processes are cleaned up on the way out."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Make the first SIGTERM raise _Terminated inside; a second one, while cleaning up, is ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a bug keeps its traceback."""
     try:
-        code = app(args=arguments, prog_name="planner", standalone_mode=False)
+        with _sigterm_raises():
+            code = app(args=arguments, prog_name="planner", standalone_mode=False)
         sys.stdout.flush()
     except PlannerError as error:
         _tell(error.message, error.hint)
@@ -60,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except _Terminated:
+        say("ended by SIGTERM")
+        return TERMINATED
     except BrokenPipeError:  # the reader of stdout has gone, as in `planner ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -25,8 +25,8 @@ def parse_duration(text: str | None, option: str) -> float | None:
         return None
     try:
         seconds = parse_seconds(f"{text}s" if _is_number(text) else text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}", hint=f"write it like {option} 90s") from None
+    except ValueError:  # its words are about files, where a time must have a unit
+        raise UsageError(f"{option} {text!r} is no time", hint=f"write it like {option} 90s") from None
     if seconds <= 0:
         raise UsageError(f"{option} {text!r} is not longer than 0 s", hint=f"write it like {option} 90s")
     return seconds

@@ -74,9 +74,9 @@ def profile(
         )
     path = output or PROFILES_FOLDER / f"{result.name}.json"
     write_profile(result, path)
-    for text in result.notes:
-        say(f"note: {text}")
     if as_json:
+        for text in result.notes:
+            say(f"note: {text}")
         write_json(profile_json(result, rows=min(sizes) if sizes else 1))
     else:
         from planner.report import profile_table

@@ -31,7 +31,8 @@ def verify(
     from planner.runner import verify as run
 
     with progress_bar("verify") as progress:
-        report = run(plan, model=model, timeout_s=seconds, progress=progress, make_twin=partial(make_plan_twin, model))
+        make_twin = partial(make_plan_twin, model, plan)
+        report = run(plan, model=model, timeout_s=seconds, progress=progress, make_twin=make_twin)
     if as_json:
         write_json(
             {
@@ -40,31 +41,33 @@ def verify(
                 "max_gradient_difference": report.max_gradient_difference,
                 "worst_parameter": report.worst_parameter,
                 "not_proved": list(report.not_proved),
+                "notes": list(report.notes),
             }
         )
+        for text in report.notes:
+            say(f"note: {text}")
+        for text in report.not_proved:
+            say(f"not proved: {text}")
     else:
-        from planner.report.verify import verify_table
+        from planner.report import verify_table
 
         write_table(verify_table(report))
-    for text in report.notes:
-        say(f"note: {text}")
-    for text in report.not_proved:
-        say(f"not proved: {text}")
     if not report.ok:
         say(f"error: {plan} does not compute what one process computes; worst: {report.worst_parameter}")
         raise typer.Exit(FAILED)
 
 
 def make_plan_twin(
-    model: str | None, plan: "Plan", num_processes: int, shrink: "Shrink | None"
+    model: str | None, plan_path: Path, plan: "Plan", num_processes: int, shrink: "Shrink | None"
 ) -> tuple[str, tuple[str, ...]] | None:
     """Return the source of a small plan of the same kind, from a profile of its model, and what it leaves open."""
     from planner.emitter import make_twin
     from planner.profiler import profile_model
+    from planner.runner.subject import find_model
 
     say("the plan is too large for this machine: making a smaller twin")
     profile = profile_model(
-        model or f"{plan.origin.model_path}:{plan.origin.build_function}",
+        find_model(plan, plan_path, model),
         gpu=TWIN_GPU,
         dtype="float32",
         inputs=plan.origin.inputs_function,
