@@ -71,6 +71,15 @@ def test_a_plan_is_told_with_its_proof() -> None:
     assert "layers.4-7" in shown(plan_table(solution.plan))
 
 
+def test_one_of_a_thing_is_told_in_the_singular() -> None:
+    profile = equal_profile(1, activation=1000, params=100)
+    solution = solved(profile, make_cluster(1), 1)
+    assert solution.plan is not None
+    text = shown(*explain(solution.plan), profile_table(profile))
+    for part in ("1 stage x tp 1 x dp 1 on 1 GPU,", "1 microbatch of 1", "1 sample per step", "1 layer of 1 class,"):
+        assert part in text
+
+
 def test_a_plan_without_a_price_is_shown_as_such() -> None:
     text = shown(*explain(make_plan(equal_profile(2))))
     assert "not priced" in text
@@ -99,6 +108,9 @@ def test_the_json_of_no_plan_has_conflict_and_repairs() -> None:
     assert found["conflict"]["constraint"] == "memory"
     assert found["conflict"]["available_bytes"] == 100
     assert found["conflict"]["least_peak_bytes"] == 2000 * (4 + 4 + 8)
+    assert "bytes" not in found["conflict"]["message"] + found["repairs"][0]["description"]  # once, with a unit
+    assert "needs 31.2 KiB per GPU" in found["conflict"]["message"]
+    assert "the GPUs have 100 B, 31.2 KiB less" in found["conflict"]["message"]
     assert found["repairs"][0].keys() == {"description", "step_time_s"}
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from planner.plan import MemoryUse, Plan
 from planner.report.text import layer_ranges, percent, rank_ranges
 from planner.report.timeline import timeline
-from planner.units import format_bytes, format_count, format_seconds
+from planner.units import counted, format_bytes, format_count, format_seconds
 
 OWNERS = tuple(MemoryUse.model_fields)
 
@@ -37,11 +37,12 @@ def proof(plan: Plan) -> str:
 
 
 def _decisions(plan: Plan) -> str:
+    stages = counted(plan.pp_degree, "stage")
     parts = [
-        f"{plan.pp_degree} stages x tp {plan.tp_degree} x dp {plan.dp_degree} on {plan.num_gpus} GPUs",
+        f"{stages} x tp {plan.tp_degree} x dp {plan.dp_degree} on {counted(plan.num_gpus, 'GPU')}",
         f"schedule {plan.schedule}",
-        f"{plan.num_microbatches} microbatches of {plan.microbatch_size} per replica",
-        f"{plan.global_batch_size} samples per step",
+        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} of {plan.microbatch_size} per replica",
+        f"{counted(plan.global_batch_size, 'sample')} per step",
         *([f"data parallel {plan.data_parallel}"] if plan.dp_degree > 1 else []),
         f"{plan.optimizer}, {plan.precision}",
     ]
@@ -131,9 +132,10 @@ def findings(plan: Plan) -> list[str]:
     bubble = f"Bubble: the GPUs are idle {percent(prediction.bubble_fraction)} of the step."
     lines = [bottleneck, bubble, exposed, memory]
     if plan.solver is not None:
+        priced = counted(plan.solver.num_priced, "plan was", "plans were")
         lines.append(
             f"Proof: {proof(plan)}; no plan takes less than {format_seconds(plan.solver.lower_bound_s)} "
-            f"(gap {percent(plan.solver.gap_fraction)}); {plan.solver.num_priced} plans were priced."
+            f"(gap {percent(plan.solver.gap_fraction)}); {priced} priced."
         )
     return lines
 

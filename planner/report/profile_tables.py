@@ -9,15 +9,16 @@ from rich.text import Text
 
 from planner.model_profile import LayerCost, ModelProfile
 from planner.report.text import layer_ranges
-from planner.units import format_bytes, format_count, format_flops, format_seconds
+from planner.units import counted, format_bytes, format_count, format_flops, format_seconds
 
 
 def profile_table(profile: ModelProfile) -> RenderableType:
     """Return the model in a line, then its layers: parameters, times and bytes at the smallest microbatch."""
     where = profile.provenance.gpu or profile.provenance.device
+    classes = counted(len(profile.layer_classes), "class", "classes")
     line = (
-        f"{profile.name}: {format_count(profile.param_count)} parameters, {len(profile.layers)} layers of "
-        f"{len(profile.layer_classes)} classes, {format_flops(profile.forward_flops_per_row)} forward per sample, "
+        f"{profile.name}: {format_count(profile.param_count)} parameters, {counted(len(profile.layers), 'layer')} of "
+        f"{classes}, {format_flops(profile.forward_flops_per_row)} forward per sample, "
         f"{profile.provenance.dtype} on {where}"
     )
     table = Table(box=box.SIMPLE)
