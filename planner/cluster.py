@@ -125,12 +125,21 @@ def _find(kind: str, name: str) -> Path:
     if path.is_file():
         return path
     names = sorted(found.stem for found in (configs_folder() / kind).glob("*.toml"))
-    near = [candidate for candidate in names if candidate.startswith(name)] or difflib.get_close_matches(
-        name, names, n=1
-    )
+    near = [candidate for candidate in names if candidate.startswith(name)] or _nearest(name, names)
     known = f"known: {', '.join(names)}; or give the path of a .toml file"
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else known
     raise UsageError(f"no {kind.removesuffix('s')} is named {name!r}", hint=hint)
+
+
+def _nearest(name: str, names: list[str]) -> list[str]:
+    """Return the names most like `name`, whole or up to their first dash: 'h1000' is like every h100-*."""
+
+    def likeness(candidate: str) -> float:
+        parts = (candidate, candidate.partition("-")[0])
+        return max(difflib.SequenceMatcher(None, name, part).ratio() for part in parts)
+
+    best = max(map(likeness, names), default=0.0)
+    return [candidate for candidate in names if best >= 0.6 and likeness(candidate) == best]
 
 
 def read_gpu(name: str) -> Gpu:
