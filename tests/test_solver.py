@@ -26,6 +26,7 @@ from planner.model_profile import Edge, LayerClass, ModelProfile, Parameter
 from planner.plan import Plan
 from planner.solver import Solution, SolveRequest, branch, recompute, solve
 from planner.solver.recompute import RecomputeChoices
+from planner.units import format_bytes
 
 
 def ask(
@@ -334,7 +335,7 @@ def test_the_least_memory_is_exact(seed: int) -> None:
     assert solution.conflict is not None
     least = solution.conflict.least_peak_bytes
     assert least is not None
-    assert f"{least} bytes" in solution.conflict.message
+    assert f"needs {format_bytes(least)} per GPU" in solution.conflict.message
     assert any("of memory" in repair.description for repair in solution.repairs)
     assert planned(ask(profile, random_cluster(seed, 4, memory=least), 4)).prediction is not None
     assert ask(profile, random_cluster(seed, 4, memory=least - 1), 4).plan is None

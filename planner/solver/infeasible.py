@@ -57,13 +57,13 @@ def find_conflict(space: Space, problems: Problems) -> Conflict:
     scalar = space.scalar_parameter
     limit = f"; dp_degree is 1 because parameter {scalar!r} has shape (): give it the shape (1,)" if scalar else ""
     layout = f"pp {setting.pp_degree} x tp {setting.tp_degree} x dp {setting.dp_degree}, {setting.data_parallel}"
+    less = f", {format_bytes(peak - available)} less" if peak > available else ""
     return Conflict(
         constraint="memory",
         message=(
             f"the leanest plan ({layout}, microbatch_size {setting.microbatch_size}) needs {format_bytes(peak)} "
-            f"({peak} bytes) per GPU, in stage {fullest} with {where}; the GPUs have {format_bytes(available)} "
-            f"({available} bytes), reserve of {format_bytes(space.pricer.cluster.memory_reserve)} "
-            f"included in both{limit}"
+            f"per GPU, in stage {fullest} with {where}; the GPUs have {format_bytes(available)}"
+            f"{less}, reserve of {format_bytes(space.pricer.cluster.memory_reserve)} included in both{limit}"
         ),
         least_peak_bytes=peak,
         available_bytes=available,
@@ -162,7 +162,7 @@ def _candidates(space: Space, conflict: Conflict) -> Iterator[tuple[str, Cluster
         needed = conflict.least_peak_bytes
         gpus = {name: gpu.model_copy(update={"memory": needed}) for name, gpu in cluster.gpus.items()}
         yield (
-            f"GPUs with {format_bytes(needed)} ({needed} bytes) of memory",
+            f"GPUs with a little over {format_bytes(needed)} of memory",
             cluster.model_copy(update={"gpus": gpus}),
             request,
         )
