@@ -60,8 +60,10 @@ _OPERATORS["__invert__"] = "operator.invert"
 
 
 # Of torch's modules, those whose forward is a composition of layers.
-_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-_OPENED += (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_OPENED: tuple[type[nn.Module], ...] = (
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
 
 
 @dataclass
