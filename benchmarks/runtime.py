@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = REPOSITORY / "examples" / "gpt" / "model.py"
@@ -30,7 +31,7 @@ def run_rank(plan_path: Path, steps: int) -> None:
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    def load(name: str, path: Path) -> object:
+    def load(name: str, path: Path) -> Any:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -41,13 +42,13 @@ def run_rank(plan_path: Path, steps: int) -> None:
     model_file, plan = load("model", MODEL), load("plan", plan_path)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    runtime = plan.setup(model_file.build_model, model_file.loss_fn)  # type: ignore[attr-defined]
+    runtime = plan.setup(model_file.build_model, model_file.loss_fn)
     rank = dist.get_rank()
 
     class Half(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(list(model.blocks)[3 * rank : 3 * rank + 3])  # type: ignore[attr-defined]
+            self.blocks = nn.ModuleList(list(model.blocks)[3 * rank : 3 * rank + 3])
             names = ("norm", "head") if rank else ("byte_embedding", "position_embedding")
             for name in names:
                 setattr(self, name, getattr(model, name))
@@ -61,12 +62,12 @@ def run_rank(plan_path: Path, steps: int) -> None:
             return self.head(self.norm(x)) if rank else x
 
     torch.manual_seed(0)
-    half = Half(model_file.build_model())  # type: ignore[attr-defined]
+    half = Half(model_file.build_model())
     stage = PipelineStage(half, rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=model_file.loss_fn)  # type: ignore[attr-defined]
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=model_file.loss_fn)
     tied = half.head.weight if rank else half.byte_embedding.weight
-    inputs = model_file.example_inputs(MICROBATCHES * ROWS)[0]  # type: ignore[attr-defined]
-    target = model_file.example_target(MICROBATCHES * ROWS)  # type: ignore[attr-defined]
+    inputs = model_file.example_inputs(MICROBATCHES * ROWS)[0]
+    target = model_file.example_target(MICROBATCHES * ROWS)
 
     def by_plan() -> float:
         runtime.zero_grad()

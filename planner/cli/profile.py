@@ -1,6 +1,5 @@
 """`planner profile MODEL`: layers, structure and costs of a model, to a file."""
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,8 +54,6 @@ def profile(
         raise UsageError(
             f"--device {device} measures and --gpu {gpu} computes: they exclude each other", hint="give one of the two"
         )
-    # It logs a traceback of what a model raises, beside the error that planner makes of it.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     from planner.model_profile import write_profile
     from planner.profiler import profile_model
 

@@ -13,7 +13,7 @@ from planner.emitter.stages import StageCode, stage_codes
 from planner.graph import shared_storages
 from planner.model_profile import ModelProfile
 from planner.plan import Plan
-from planner.units import format_bytes, format_seconds
+from planner.units import counted, format_bytes, format_seconds
 
 HASH_LINE = "# plan hash: "
 HELPERS = "planner.emitter.runtime"
@@ -112,8 +112,8 @@ def _docstring(plan: Plan, profile: ModelProfile) -> str:
         "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     summary = (
-        f"{profile.name} on {plan.num_gpus} GPU(s): {plan.pp_degree} stage(s), {plan.num_microbatches} microbatches of "
-        f"{plan.microbatch_size}, schedule {plan.schedule}, data parallel {plan.data_parallel}."
+        f"{profile.name} on {counted(plan.num_gpus, 'GPU')}: {counted(plan.pp_degree, 'stage')}, "
+        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} of {plan.microbatch_size}, schedule {plan.schedule}, data parallel {plan.data_parallel}."
     )
     prediction = []
     if plan.prediction:

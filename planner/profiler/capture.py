@@ -6,21 +6,19 @@ mode. Constants that change between recordings are what depends on those things;
 """
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import CaptureError, PlannerError
 from planner.model_file import ModelFile, model_hash, split_arguments
 from planner.profiler.fake import build_meta, make_fake
 from planner.profiler.recorder import Call, Recording, record
+from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.program import MODEL_DTYPE, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
 
 # Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple.
@@ -79,18 +77,6 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return value
 
 
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Keep torch from logging what a fake operator refuses: the error tells it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _record_once(
     file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype | None, *, training: bool, all_floats: bool
 ) -> Recording:
@@ -120,7 +106,7 @@ def _record_once(
             loss = lambda output: loss_fn(output, target)  # noqa: E731
         elif file.loss_fn is not None:
             loss = file.loss_fn
-        with mode, _quiet_torch():
+        with mode, quiet_fake_tensors():
             return record(
                 meta, args, kwargs, input_tensors(meta, args, kwargs), dict(_tensors({"target": target})), loss
             )

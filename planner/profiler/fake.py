@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.profiler.torch_internals import FakeTensorMode
 
 
 @contextmanager

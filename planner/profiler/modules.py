@@ -8,10 +8,10 @@ import math
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from planner.model_profile import ShardedParameter, Sharding
 from planner.profiler.fake import model_dtype
+from planner.profiler.torch_internals import FakeTensorMode, unset_fake_temporarily
 
 _WEIGHT_STD = 0.02  # small enough that activations stay finite, large enough that none is denormal
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.cluster import Gpu, read_gpu
 from planner.errors import UsageError
@@ -36,6 +35,7 @@ from planner.profiler.modules import ModuleSource
 from planner.profiler.recorder import Call
 from planner.profiler.segment import SegmentRunner
 from planner.profiler.segments import divided_nodes
+from planner.profiler.torch_internals import FakeTensorMode, check_torch
 from planner.program import Fields, Program, Ref
 from planner.shrink import Shrink, shrink_model_file
 
@@ -77,6 +77,7 @@ def profile_model(
     `blocks` names the containers whose members are the layers; `shrink` profiles a smaller twin of the model.
     CaptureError names the statement that can't be recorded, ProfileError the layer that can't be run.
     """
+    check_torch()
     gpu_type = read_gpu(gpu) if gpu else None
     device_name = "cpu" if gpu_type else device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_name == "cuda" and not torch.cuda.is_available():

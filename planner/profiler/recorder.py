@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from planner.errors import CaptureError
+from planner.profiler.torch_internals import unrecorded
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref
 
 _THIS_FOLDER = str(Path(__file__).parent)
@@ -269,7 +270,7 @@ class _Recorder(TorchFunctionMode):
             self.in_leaf = False
         if call.leaf:
             known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
-            with torch._C.DisableTorchFunction():  # not a call of the model's
+            with unrecorded():  # not a call of the model's
                 result = _fresh(result, known)
         call.result = self.encode(result, defining=True)
         self.frames[-1].append(call)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.cluster import Gpu
 from planner.errors import ProfileError
@@ -21,6 +20,7 @@ from planner.profiler.flops import ATTENTION, count_flops
 from planner.profiler.gpu_kernels import GpuKernels, dependent_launches, run_operator
 from planner.profiler.memory import LiveBytes, MemoryNumbers, follow_memory, makes_storage
 from planner.profiler.segment import SegmentRunner
+from planner.profiler.torch_internals import FakeTensor
 
 # What attention kernels reach of what plain matrix products reach: 0.45 and 0.77 of the peak of an A100 in an
 # exploratory fit to 553 published training runs (FlashAttention 2, fp16 and bf16). Not measured here.

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import ProfileError
 from planner.profiler.arguments import Environment, Target, find_dtype
 from planner.profiler.execute import RUN_ERRORS, last_reads, node_error, outside_reads, prepare_node
+from planner.profiler.torch_internals import FakeTensorMode
 from planner.program import Node, Tensor
 
 _SEED = 0
