@@ -113,7 +113,8 @@ def _docstring(plan: Plan, profile: ModelProfile) -> str:
     ]
     summary = (
         f"{profile.name} on {counted(plan.num_gpus, 'GPU')}: {counted(plan.pp_degree, 'stage')}, "
-        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} of {plan.microbatch_size}, schedule {plan.schedule}, data parallel {plan.data_parallel}."
+        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} of {plan.microbatch_size}, "
+        f"schedule {plan.schedule}, data parallel {plan.data_parallel}."
     )
     prediction = []
     if plan.prediction:

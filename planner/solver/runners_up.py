@@ -3,7 +3,7 @@
 from planner.plan import Plan, RunnerUp
 from planner.solver.branch import Branch
 from planner.solver.search import Outcome, offer_first_plans, step_time_s
-from planner.units import format_seconds
+from planner.units import counted, format_seconds
 
 MAX_PRICED = 40  # settings that the search dropped, priced only to be shown
 
@@ -14,8 +14,9 @@ def summary(plan: Plan) -> str:
     mode = f", {plan.data_parallel}" if plan.dp_degree > 1 else ""
     schedule = f", {plan.schedule}" if plan.pp_degree > 1 else ""
     remade = sum(len(stage.recompute) for stage in plan.stages)
-    recompute = f", {remade} layers recomputed" if remade else ""
-    return f"{degrees}{schedule}{mode}, {plan.num_microbatches} microbatches of {plan.microbatch_size}{recompute}"
+    recompute = f", {counted(remade, 'layer')} recomputed" if remade else ""
+    microbatches = counted(plan.num_microbatches, "microbatch", "microbatches")
+    return f"{degrees}{schedule}{mode}, {microbatches} of {plan.microbatch_size}{recompute}"
 
 
 def runners_up(outcome: Outcome, top: int) -> tuple[RunnerUp, ...]:
