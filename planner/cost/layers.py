@@ -122,8 +122,8 @@ def parameter_sharding(
 ) -> ShardedParameter | None:
     """Return how a layer's sharding divides the parameter of that fully qualified name; None where it doesn't."""
     rule = profile.layer_class(layer).sharding(sharding, tp_degree)
-    module = profile.layers[layer].module
-    return rule.parameters.get(name.removeprefix(f"{module}.")) if rule else None
+    prefix = f"{profile.layers[layer].module}." if profile.layers[layer].module else ""
+    return rule.parameters.get(name.removeprefix(prefix)) if rule and name.startswith(prefix) else None
 
 
 def tie_conflict(

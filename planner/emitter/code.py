@@ -24,6 +24,14 @@ class _Run:
     nodes: tuple[Node, ...]
 
 
+_LOCALS = ("batch", "device", "dtype")
+
+
+def _local(name: str, taken: Iterable[str]) -> str:
+    """Return the name of a local variable that no argument has."""
+    return f"{name}_" if name in taken else name
+
+
 def python_name(name: str) -> str:
     """Return a class name in lower case with underscores: 'LlamaDecoderLayer' -> 'llama_decoder_layer'."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
@@ -81,12 +89,14 @@ def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, n
             for inner, path in value_paths(value, parameter):
                 yield f"{INDENT}{inner} = {path}"
     given = {inner: body.tensors[inner] for inner in body.inputs}
-    yield from _context_lines(nodes, given, INDENT)
+    batch, device, dtype = (_local(name, [*given, *(name for name, _ in signature)]) for name in _LOCALS)
+    yield from _context_lines(nodes, given, INDENT, batch, device, dtype)
     renderer = Renderer(
         module=lambda target: attribute_path(target, "self"),
         parameter=lambda target: attribute_path(target, "self"),
-        device="device",
-        dtype="dtype",
+        device=device,
+        dtype=dtype,
+        batch=batch,
     )
     needed = {inner for node in nodes for inner in node.reads()} | {
         leaf.name for leaf in leaves(body.output) if isinstance(leaf, Ref)
@@ -117,16 +127,18 @@ def _live(body: Program) -> list[Node]:
     return kept[::-1]
 
 
-def _context_lines(nodes: Iterable[Node], given: dict[str, Tensor], indent: str) -> Iterator[str]:
-    """Yield the lines that set `batch`, `device` and `dtype` from given values, where nodes use them."""
+def _context_lines(
+    nodes: Iterable[Node], given: dict[str, Tensor], indent: str, batch: str, device: str, dtype: str
+) -> Iterator[str]:
+    """Yield the lines that set the rows, device and dtype from given values, where nodes use them."""
     used = [leaf for node in nodes for leaf in leaves((node.args, node.kwargs))]
     if any(isinstance(leaf, BatchInt) for leaf in used):
-        yield f"{indent}batch = {batch_expression(given)}"
+        yield f"{indent}{batch} = {batch_expression(given)}"
     if any(isinstance(leaf, Device) for leaf in used):
-        yield f"{indent}device = {next(iter(given))}.device"
+        yield f"{indent}{device} = {next(iter(given))}.device"
     if any(leaf == Dtype(MODEL_DTYPE) for leaf in used):
         floating = next((name for name, tensor in given.items() if tensor.follows_model_dtype), next(iter(given)))
-        yield f"{indent}dtype = {floating}.dtype"
+        yield f"{indent}{dtype} = {floating}.dtype"
 
 
 def batch_expression(given: dict[str, Tensor]) -> str:
@@ -175,10 +187,10 @@ def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary
     lines, renamed = _stage_statements(stage, program, recomputed)
     uses_batch = any(isinstance(leaf, BatchInt) for node in stage.nodes for leaf in leaves((node.args, node.kwargs)))
     if uses_batch:
-        yield f"{pad * 2}batch = {batch_expression(given)}"
+        yield f"{pad * 2}{_local('batch', given)} = {batch_expression(given)}"
     for line in lines:
         yield f"{pad * 2}{line}"
-    renderer = _stage_renderer()
+    renderer = _stage_renderer(arguments)
     if stage.is_last:
         yield f"{pad * 2}return {renderer.argument(_rename(program.output, renamed))}"
     else:
@@ -191,9 +203,11 @@ def _is_unit(call: LayerCall, tied: frozenset[str]) -> bool:
     return call.layer_class.body is not None and not any(name.startswith(f"{call.module}.") for name in tied)
 
 
-def _stage_renderer() -> Renderer:
+def _stage_renderer(arguments: Iterable[str]) -> Renderer:
     return Renderer(
-        module=lambda name: attribute_path(name, "self"), parameter=lambda name: attribute_path(name, "self")
+        module=lambda name: attribute_path(name, "self"),
+        parameter=lambda name: attribute_path(name, "self"),
+        batch=_local("batch", arguments),
     )
 
 
@@ -207,7 +221,7 @@ def _stage_statements(stage: StageCode, program: Program, recomputed: set[str]) 
         | {"batch", "layer"}
     )
     uses = _uses(stage, program)
-    renderer = _stage_renderer()
+    renderer = _stage_renderer([*stage.inputs, *(transfer.name for transfer in stage.receives)])
     position = 0
     while position < len(stage.nodes):
         run = _run_at(stage, position, uses, recomputed)

@@ -132,6 +132,8 @@ def _input_names(signature: tuple[tuple[str, Any], ...]) -> dict[str, str]:
 def _module_info(capture: Capture, call: Call, module: nn.Module) -> ModuleInfo:
     parameters = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    if "weight" not in parameters and isinstance(module, nn.Linear | nn.Embedding):  # computed, as by weight_norm
+        return ModuleInfo(kind="opaque", parameters=parameters, num_bytes=num_bytes)
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return ModuleInfo(kind="linear", parameters=parameters, num_bytes=num_bytes)
     if (

@@ -1,5 +1,6 @@
 """Profiles a model: captures it, divides it into layers, and measures or computes each layer class once."""
 
+import keyword
 import platform
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from planner.cluster import Gpu, read_gpu
-from planner.errors import UsageError
+from planner.errors import CaptureError, UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding
 from planner.profiler.blocks import select_calls
@@ -89,6 +90,7 @@ def profile_model(
     target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if gpu_type or device_name == "cuda" else None
     captured = capture(file, dtype=target_dtype)
     calls = select_calls(captured.model, captured.calls, blocks)
+    _check_input_names(captured)
     named = {str(number): name for name, number in captured.inputs.items()}
     program = build_program(calls, named, captured.output, captured.tensors)
     targets = {str(number): name for name, number in captured.targets.items()}
@@ -186,13 +188,51 @@ def _classes(
             base = type(captured.model.get_submodule(segment.module)).__name__
             taken[base] = taken.get(base, 0) + 1
             opened = open_class(captured, calls[position])
+            read = _parameters_read_beside(program, segment)
             shardings = tuple(
-                s for degree in degrees if degree > 1 for s in shardings_of(captured, calls[position], opened, degree)
+                sharding
+                for degree in degrees
+                if degree > 1
+                for sharding in shardings_of(captured, calls[position], opened, degree)
+                if not read & set(sharding.parameters)
             )
             name = base if taken[base] == 1 else f"{base}_{taken[base]}"
             known[key] = _Class(name, segment, stop, calls[position], opened, shardings)
         names.append(known[key].name)
     return list(known.values()), names
+
+
+# Names that emitted code has for other things; an argument of that name would hide them.
+_TAKEN_NAMES = {
+    "self",
+    "torch",
+    "nn",
+    "F",
+    "operator",
+    "math",
+    "dist",
+    "layer",
+    "layers",
+    "enter",
+    "recompute",
+    "Output",
+}
+
+
+def _check_input_names(captured: Capture) -> None:
+    for name in captured.inputs:
+        if name in _TAKEN_NAMES or not name.isidentifier() or keyword.iskeyword(name):
+            raise CaptureError(
+                f"an input of the model is named {name!r}, which emitted code can't use as a name",
+                hint="rename the argument of forward, or wrap the model in a module with other names",
+            )
+
+
+def _parameters_read_beside(program: Program, segment: Segment) -> set[str]:
+    """Return the module's parameters that the layer's glue reads by itself (relative names): they must stay whole."""
+    prefix = f"{segment.module}."
+    nodes = program.nodes[segment.start : segment.stop]
+    return {name.removeprefix(prefix) for node in nodes for name in node.params() if name.startswith(prefix)}
 
 
 class _Pricer:
