@@ -20,7 +20,17 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in _tensors(item)]
 
 
-NAMES = ("transformer", "skips", "root_parameters", "convolutions", "functional_tie", "called_twice", "torch_encoder")
+NAMES = (
+    "transformer",
+    "skips",
+    "root_parameters",
+    "convolutions",
+    "functional_tie",
+    "called_twice",
+    "torch_encoder",
+    "divided_and_read",
+    "read_beside",
+)
 
 build_transformer = models.Transformer
 inputs_transformer = models.INPUTS[models.Transformer]
@@ -36,3 +46,7 @@ build_called_twice = models.CalledTwice
 inputs_called_twice = models.INPUTS[models.CalledTwice]
 build_torch_encoder = models.TorchEncoder
 inputs_torch_encoder = models.INPUTS[models.TorchEncoder]
+build_divided_and_read = models.DividedAndRead
+inputs_divided_and_read = models.INPUTS[models.DividedAndRead]
+build_read_beside = models.ReadBeside
+inputs_read_beside = models.INPUTS[models.ReadBeside]

@@ -195,6 +195,49 @@ class TorchEncoder(nn.Module):
         return self.head(self.encoder(self.embed(ids)))
 
 
+class DividedAndRead(nn.Module):
+    """A root layer with the name of a part of the blocks, its weight read again by functions at the other end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.ones_like(x)
+        y = self.down(torch.relu(self.up(x)))
+        for block in self.blocks:
+            y = block(y, gate)
+        return F.linear(torch.relu(F.linear(y, self.up.weight, self.up.bias)), self.up.weight.t())
+
+
+class ReadBeside(nn.Module):
+    """A layer whose weight the glue after it reads: it must stay whole. Inputs have names that emitted code uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Normed() for _ in range(2))
+
+    def forward(self, batch: Tensor, dtype: Tensor) -> Tensor:
+        x = torch.tanh(self.first(batch)) @ self.first.weight
+        for block in self.blocks:
+            x = block(x, dtype)
+        return self.second(x)
+
+
+class Normed(nn.Module):
+    """Computed weights can't be divided; a reshape by the batch next to an argument of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 2 * WIDTH))
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, batch: Tensor, device: Tensor) -> Tensor:
+        return batch + self.down(torch.tanh(self.up(batch)).view(batch.shape[0], 2 * WIDTH)) * device
+
+
 def _ids(rows: int) -> tuple[Tensor]:
     return (torch.randint(0, 32, (rows, 4)),)
 
@@ -205,6 +248,10 @@ def _floats(rows: int) -> tuple[Tensor]:
 
 def _masked(rows: int) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 3, WIDTH), "mask": torch.rand(rows, 3) > 0.3}
+
+
+def _named(rows: int) -> dict[str, Tensor]:
+    return {"batch": torch.randn(rows, WIDTH), "dtype": torch.randn(rows, WIDTH)}
 
 
 def _images(rows: int) -> tuple[Tensor]:
@@ -222,6 +269,8 @@ INPUTS: dict[type[nn.Module], Callable[[int], Any]] = {
     FunctionalTie: _ids,
     CalledTwice: _floats,
     TorchEncoder: _ids,
+    DividedAndRead: _floats,
+    ReadBeside: _named,
 }
 
 
