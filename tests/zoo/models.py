@@ -212,7 +212,7 @@ class DividedAndRead(nn.Module):
 
 
 class ReadBeside(nn.Module):
-    """A layer whose weight the glue after it reads: it must stay whole. Inputs have names that emitted code uses too."""
+    """A weight that the glue after its layer reads: it must stay whole. Arguments have names that emitted code uses too."""
 
     def __init__(self) -> None:
         super().__init__()
