@@ -212,7 +212,7 @@ class DividedAndRead(nn.Module):
 
 
 class ReadBeside(nn.Module):
-    """A weight that the glue after its layer reads: it must stay whole. Arguments have names that emitted code uses too."""
+    """A weight that the glue beside its layer reads must stay whole; arguments named like variables of emitted code."""
 
     def __init__(self) -> None:
         super().__init__()
