@@ -7,13 +7,23 @@ import difflib
 import hashlib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from planner.errors import FileFormatError, UsageError
-from planner.records import Fraction, PositiveInt, Record, read_text, validate
+from planner.records import MAX_COUNT, MAX_TIME_S, Fraction, PositiveInt, Record, read_text, validate
 from planner.units import Bandwidth, ByteSize, FlopRate, Seconds
+
+# What is divided by is neither zero nor so small or large that a time computed from it overflows.
+LEAST_RATE, MOST_RATE = 1.0, 1e24
+LEAST_FRACTION = 1e-6
+
+Rate = TypeVar("Rate")
+PositiveRate = Annotated[Rate, Field(ge=LEAST_RATE, le=MOST_RATE)]
+PositiveFraction = Annotated[Fraction, Field(ge=LEAST_FRACTION)]
+Delay = Annotated[Seconds, Field(le=MAX_TIME_S)]
+GpuCount = Annotated[PositiveInt, Field(le=1_000_000)]
 
 
 class Gpu(Record):
@@ -23,12 +33,12 @@ class Gpu(Record):
     """
 
     name: str
-    memory: ByteSize
-    memory_bandwidth: Bandwidth
-    peak_flops: dict[str, FlopRate]
-    matmul_efficiency: Fraction = 1.0
-    memory_efficiency: Fraction = 1.0
-    launch_overhead: Seconds = 0.0
+    memory: Annotated[ByteSize, Field(gt=0, le=MAX_COUNT)]
+    memory_bandwidth: PositiveRate[Bandwidth]
+    peak_flops: Annotated[dict[str, PositiveRate[FlopRate]], Field(min_length=1)]
+    matmul_efficiency: PositiveFraction = 1.0
+    memory_efficiency: PositiveFraction = 1.0
+    launch_overhead: Delay = 0.0
     device_name: str = ""
     source: str
 
@@ -36,15 +46,15 @@ class Gpu(Record):
 class Link(Record):
     """One level of the network: `bandwidth` per GPU and direction, `latency` per message."""
 
-    bandwidth: Bandwidth
-    latency: Seconds
+    bandwidth: PositiveRate[Bandwidth]
+    latency: Delay
 
 
 class NodeGroup(Record):
     """`count` nodes of `gpus_per_node` GPUs of one type."""
 
-    count: PositiveInt
-    gpus_per_node: PositiveInt
+    count: GpuCount
+    gpus_per_node: GpuCount
     gpu: str
 
 
@@ -59,8 +69,8 @@ class Cluster(Record):
     node_groups: tuple[NodeGroup, ...]
     intra_node: Link
     inter_node: Link
-    memory_reserve: ByteSize
-    speed_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    memory_reserve: Annotated[ByteSize, Field(le=MAX_COUNT)]
+    speed_fraction: PositiveFraction = 1.0
     source: str = ""
     gpus: dict[str, Gpu] = {}
 
@@ -113,8 +123,9 @@ def _read_toml(path: Path, what: str) -> dict[str, Any]:
     text = read_text(path, what=what)
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise FileFormatError(f"{path}: not TOML: {error}", hint=f"check that this is a {what} file") from None
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        raise FileFormatError(f"{path}: not TOML: {problem}", hint=f"check that this is a {what} file") from None
 
 
 def _find(kind: str, name: str) -> Path:

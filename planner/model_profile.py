@@ -5,19 +5,30 @@ compute on one device: communication is priced by `cost`, from the bytes recorde
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from planner.errors import FileFormatError
-from planner.program import Encoded, Identifier, Program, QualifiedName
+from planner.program import (
+    DtypeName,
+    Encoded,
+    Identifier,
+    PlainText,
+    Program,
+    QualifiedName,
+    identifier,
+)
 from planner.records import (
+    ByteCount,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Record,
+    TimeSeconds,
     read_json,
     validate,
     write_text,
@@ -34,8 +45,8 @@ class Parameter(Record):
     """A parameter or buffer of the model; `tied_to` names the first of those that share its storage."""
 
     shape: tuple[NonNegativeInt, ...]
-    dtype: Identifier
-    num_bytes: NonNegativeInt
+    dtype: DtypeName
+    num_bytes: ByteCount
     trainable: bool
     buffer: bool = False
     persistent: bool = True
@@ -57,7 +68,7 @@ class CollectiveCall(Record):
 
     kind: Collective
     bytes_per_row: NonNegativeFloat
-    fixed_bytes: NonNegativeInt = 0
+    fixed_bytes: ByteCount = 0
     phase: Literal["forward", "backward"]
 
 
@@ -93,6 +104,13 @@ class Sharding(Record):
     replicated: dict[QualifiedName, str] = {}
 
 
+def _check_known(names: Iterable[str], known: Container[str], what: str) -> None:
+    """Raise ValueError for the first name that is not known."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{what} {name!r}, which is not listed")
+
+
 class LayerCost(Record):
     """What one layer costs for a microbatch of `microbatch_size` rows, divided by `sharding` over `tp_degree` ranks.
 
@@ -104,14 +122,14 @@ class LayerCost(Record):
     microbatch_size: PositiveInt
     tp_degree: PositiveInt = 1
     sharding: Identifier = "replicated"
-    forward_time_s: NonNegativeFloat
-    backward_input_time_s: NonNegativeFloat
-    backward_weight_time_s: NonNegativeFloat
-    activation_bytes: NonNegativeInt
-    saved_input_bytes: NonNegativeInt
-    saved_output_bytes: NonNegativeInt
-    transient_bytes: NonNegativeInt
-    param_bytes: NonNegativeInt
+    forward_time_s: TimeSeconds
+    backward_input_time_s: TimeSeconds
+    backward_weight_time_s: TimeSeconds
+    activation_bytes: ByteCount
+    saved_input_bytes: ByteCount
+    saved_output_bytes: ByteCount
+    transient_bytes: ByteCount
+    param_bytes: ByteCount
     trainable_param_count: NonNegativeInt
     forward_flops: NonNegativeFloat
     source: Source
@@ -131,11 +149,36 @@ class LayerClass(Record):
     """
 
     name: Identifier
-    module_class: str
+    module_class: PlainText
     body: Program | None = None
     signature: Encoded = ()
     shardings: tuple[Sharding, ...] = ()
     costs: tuple[LayerCost, ...]
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a signature that is none, a body that its parts do not fit, and a class without costs."""
+        if not self.costs:
+            raise ValueError(f"layer class {self.name!r} has no costs; a missing number is not a zero")
+        if not isinstance(self.signature, tuple) or any(
+            not isinstance(pair, tuple) or len(pair) != 2 for pair in self.signature
+        ):
+            raise ValueError(f"layer class {self.name!r}: signature is not a tuple of pairs of name and argument")
+        for parameter, _ in self.signature:
+            identifier(parameter)
+        if len({parameter for parameter, _ in self.signature}) != len(self.signature):
+            raise ValueError(f"layer class {self.name!r}: signature lists a parameter twice")
+        nodes = {node.name for node in self.body.nodes} if self.body else set()
+        values = set(self.body.tensors) if self.body else set()
+        for sharding in self.shardings:
+            where = f"layer class {self.name!r}, sharding {sharding.name!r} of degree {sharding.tp_degree}"
+            _check_known((rewrite.node for rewrite in sharding.rewrites), nodes, f"{where} rewrites node")
+            _check_known(sharding.enter, values, f"{where} enters value")
+            readers = (node for listed in sharding.enter.values() for node in listed)
+            _check_known(readers, nodes, f"{where} enters at node")
+            for module, style in sharding.styles.items():
+                weight = f"{module}.weight" if module else "weight"
+                if style != "vocabulary" and weight not in sharding.parameters:
+                    raise ValueError(f"{where}: {module!r} is divided, but {weight!r} is not in its parameters")
 
     def sharding(self, name: str, tp_degree: int) -> Sharding | None:
         """Return the sharding of that name and degree, or None."""
@@ -149,7 +192,7 @@ class Layer(Record):
     `parameters` are the fully qualified names it reads, those of its module included.
     """
 
-    name: str
+    name: PlainText
     layer_class: Identifier
     module: QualifiedName
     start: NonNegativeInt
@@ -167,7 +210,7 @@ class Edge(Record):
     producer: NonNegativeInt
     consumers: tuple[NonNegativeInt, ...]
     bytes_per_row: NonNegativeFloat
-    fixed_bytes: NonNegativeInt = 0
+    fixed_bytes: ByteCount = 0
     needs_grad: bool
 
     def num_bytes(self, rows: int) -> int:
@@ -186,7 +229,7 @@ class Provenance(Record):
     device: str
     device_type: Literal["cpu", "cuda"] = "cpu"
     gpu: str | None = None
-    dtype: Identifier
+    dtype: DtypeName
     input_shapes: dict[str, tuple[NonNegativeInt, ...]]
     created: str = ""
     command: str = ""
@@ -202,8 +245,8 @@ class ModelProfile(Record):
     it anew.
     """
 
-    schema_version: Annotated[int, Field(strict=True)] = SCHEMA_VERSION
-    name: str
+    schema_version: Annotated[int, Field(ge=1, strict=True)] = SCHEMA_VERSION
+    name: PlainText
     provenance: Provenance
     param_count: NonNegativeInt
     trainable_param_count: NonNegativeInt
@@ -229,12 +272,40 @@ class ModelProfile(Record):
         for layer in self.layers:
             if layer.layer_class not in classes:
                 raise ValueError(f"layer {layer.name!r} has class {layer.layer_class!r}, which is not listed")
-        for layer_class in self.layer_classes:
-            if not layer_class.costs:
-                raise ValueError(f"layer class {layer_class.name!r} has no costs; a missing number is not a zero")
+        if len(classes) != len(self.layer_classes):
+            raise ValueError("two layer classes have one name")
+        self._check_layers()
+        self._check_edges()
+        for group in self.tied:
+            _check_known(group, self.parameters, "tied names parameter")
+        for name, parameter in self.parameters.items():
+            if parameter.tied_to is not None and parameter.tied_to not in self.parameters:
+                raise ValueError(f"parameter {name!r} is tied to {parameter.tied_to!r}, which is not listed")
+        _check_known(self.input_only_values, self.program.tensors, "input_only_values names")
+
+    def _check_layers(self) -> None:
+        num_nodes = len(self.program.nodes)
+        for layer in self.layers:
+            if not layer.start < layer.stop <= num_nodes:
+                raise ValueError(
+                    f"layer {layer.name!r} is nodes [{layer.start}, {layer.stop}) of a program of {num_nodes} nodes"
+                )
+            _check_known(layer.parameters, self.parameters, f"layer {layer.name!r} reads parameter")
+        for before, after in pairwise(self.layers):
+            if after.start < before.stop:
+                raise ValueError(
+                    f"layer {after.name!r} starts at node {after.start}, inside {before.name!r} or before it"
+                )
+        params = (name for node in self.program.nodes for name in node.params())
+        _check_known(params, self.parameters, "the program reads parameter")
+
+    def _check_edges(self) -> None:
+        _check_known((edge.value for edge in self.edges), self.program.tensors, "edges name value")
         for edge in self.edges:
             if not edge.consumers or edge.consumers[0] <= edge.producer or edge.consumers[-1] >= len(self.layers):
                 raise ValueError(f"edge {edge.value!r} from layer {edge.producer} to {edge.consumers} is not forward")
+            if any(first >= second for first, second in pairwise(edge.consumers)):
+                raise ValueError(f"edge {edge.value!r}: consumers {edge.consumers} are not ascending")
 
     def layer_class(self, layer: int) -> LayerClass:
         """Return the class of the layer at an index."""
@@ -250,7 +321,7 @@ def read_profile(path: Path) -> ModelProfile:
     """Return the profile in a file; FileFormatError says what is wrong with it."""
     data = read_json(path, what="profile")
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, int):
+    if isinstance(version, bool) or not isinstance(version, int):
         raise FileFormatError(f"{path}: no schema_version: not a profile", hint="write one with `planner profile`")
     if version > SCHEMA_VERSION:
         raise FileFormatError(

@@ -7,6 +7,8 @@ program recorded at one batch size is valid at any.
 
 import keyword
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -121,34 +123,116 @@ def encode(value: Argument) -> Any:
     raise ValueError(f"{value!r} can't be part of a program")
 
 
-_DECODERS: dict[str, Callable[[Any], Argument]] = {
-    "ref": lambda data: Ref(str(data)),
-    "param": lambda data: ParamRef(str(data)),
-    "batch": lambda data: BatchInt(int(data[0]), int(data[1])),
-    "dtype": lambda data: Dtype(identifier(data)),
-    "constant": lambda data: Constant(identifier(data)),
-    "device": lambda data: Device(),
-    "training": lambda data: TrainingValue(data[0], data[1]),
-    "fields": lambda data: Fields(tuple((identifier(name), decode(item)) for name, item in data)),
-    "slice": lambda data: slice(*(decode(item) for item in data)),
-    "tuple": lambda data: tuple(decode(item) for item in data),
-    "dict": lambda data: {decode(key): decode(item) for key, item in data},
-    "float": lambda data: float(data),
-    "complex": lambda data: complex(*data),
-    "ellipsis": lambda data: Ellipsis,
+# A program holds no deeper structure and no larger integer: what reads it recurses, and torch has none wider.
+MAX_DEPTH = 64
+MAX_INTEGER = 2**64
+
+MEMORY_FORMATS = {"contiguous_format", "channels_last", "channels_last_3d", "preserve_format"}
+LAYOUTS = {"strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged"}
+
+
+def constant_name(name: Any) -> str:
+    """Return `name` if it is a memory format or layout of torch; ValueError otherwise."""
+    if not isinstance(name, str) or name not in MEMORY_FORMATS | LAYOUTS:
+        raise ValueError(f"{name!r} is no memory format or layout of torch")
+    return name
+
+
+def dtype_name(name: Any) -> str:
+    """Return `name` if it is a dtype of known width, or `MODEL_DTYPE`; ValueError otherwise."""
+    if identifier(name) != MODEL_DTYPE:
+        dtype_bytes(name)
+    return str(name)
+
+
+def _scalar(data: Any) -> Any:
+    """Return a number, text or None as it is; ValueError for anything else, or an integer too large."""
+    if data is not None and not isinstance(data, bool | int | float | str):
+        raise ValueError(f"{data!r} is no number, text or null")
+    if isinstance(data, int) and abs(data) > MAX_INTEGER:
+        raise ValueError("an integer is larger than 2^64")
+    return data
+
+
+def _integer(data: Any) -> int:
+    if isinstance(data, bool) or not isinstance(data, int):
+        raise ValueError(f"{data!r} is not an integer")
+    return int(_scalar(data))
+
+
+def _exactly(count: int, data: Any) -> list[Any]:
+    if not isinstance(data, list) or len(data) != count:
+        raise ValueError(f"{data!r} is not a list of {count}")
+    return data
+
+
+def _listed(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise ValueError(f"{data!r} is not a list")
+    return data
+
+
+def _special_float(data: Any) -> float:
+    if data not in ("inf", "-inf", "nan"):
+        raise ValueError(f"{data!r} is none of inf, -inf, nan")
+    return float(data)
+
+
+def _complex(data: Any) -> complex:
+    real, imaginary = (float(_scalar(part)) for part in _exactly(2, data))
+    if not (math.isfinite(real) and math.isfinite(imaginary)):
+        raise ValueError(f"{data!r} is not finite")
+    return complex(real, imaginary)
+
+
+def _fields(data: Any, depth: int) -> Fields:
+    pairs = [_exactly(2, pair) for pair in _listed(data)]
+    return Fields(tuple((attribute_name(name), _decode(item, depth)) for name, item in pairs))
+
+
+def _dict(data: Any, depth: int) -> dict[Any, Any]:
+    return {_scalar(key): _decode(item, depth) for key, item in (_exactly(2, pair) for pair in _listed(data))}
+
+
+def _training(data: Any) -> TrainingValue:
+    training, evaluation = map(_scalar, _exactly(2, data))
+    return TrainingValue(training, evaluation)
+
+
+_DECODERS: dict[str, Callable[[Any, int], Argument]] = {
+    "ref": lambda data, depth: Ref(identifier(data)),
+    "param": lambda data, depth: ParamRef(qualified_name(data)),
+    "batch": lambda data, depth: BatchInt(*map(_integer, _exactly(2, data))),
+    "dtype": lambda data, depth: Dtype(dtype_name(data)),
+    "constant": lambda data, depth: Constant(constant_name(data)),
+    "device": lambda data, depth: Device(),
+    "training": lambda data, depth: _training(data),
+    "fields": _fields,
+    "slice": lambda data, depth: slice(*(_decode(item, depth) for item in _exactly(3, data))),
+    "tuple": lambda data, depth: tuple(_decode(item, depth) for item in _listed(data)),
+    "dict": _dict,
+    "float": lambda data, depth: _special_float(data),
+    "complex": lambda data, depth: _complex(data),
+    "ellipsis": lambda data, depth: Ellipsis,
 }
 
 
 def decode(data: Any) -> Argument:
     """Return the argument that `encode` turned into JSON data; ValueError where it is none."""
+    return _decode(data, 0)
+
+
+def _decode(data: Any, depth: int) -> Argument:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"an argument is nested deeper than {MAX_DEPTH}")
     if isinstance(data, list):
-        return [decode(item) for item in data]
+        return [_decode(item, depth + 1) for item in data]
     if isinstance(data, dict):
         if len(data) != 1 or next(iter(data)) not in _DECODERS:
             raise ValueError(f"{sorted(data)} is no kind of argument; kinds are {', '.join(_DECODERS)}")
         kind, content = next(iter(data.items()))
-        return _DECODERS[kind](content)
-    return data
+        return _DECODERS[kind](content, depth + 1)
+    return _scalar(data)
 
 
 def map_argument(value: Argument, change: Callable[[Any], Any]) -> Argument:
@@ -186,23 +270,74 @@ def leaves(value: Argument) -> Iterator[Any]:
 
 
 def identifier(name: str) -> str:
-    """Return `name` if it is a Python identifier and no keyword; ValueError otherwise."""
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+    """Return `name` if it is a Python identifier and no keyword; ValueError otherwise.
+
+    Python reads identifiers in their NFKC form: one that differs from its own would name something else in plan.py.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or not _is_normal(name):
         raise ValueError(f"{name!r} is not an identifier")
     return name
 
 
-def qualified_name(name: str) -> str:
-    """Return `name` if it is a dotted module path such as 'layers.3.mlp'; ValueError otherwise."""
-    if not isinstance(name, str) or (
-        name and not all(part.isidentifier() or part.isdigit() for part in name.split("."))
-    ):
-        raise ValueError(f"{name!r} is not the name of a module or parameter")
+def _is_normal(name: str) -> bool:
+    return unicodedata.normalize("NFKC", name) == name
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Attributes through which Python objects that are no tensors lead to the interpreter.
+_FRAMES = re.compile(r"__.*__|(gi|cr|ag|tb)_(frame|code|yieldfrom|await|next)|f_(back|builtins|globals|locals|code)")
+# What every nn.Module has: no submodule or parameter can be reached by such a name.
+_MODULE_METHODS = _words(
+    "add_module apply bfloat16 buffers children compile cpu cuda double eval extra_repr float forward get_buffer "
+    "get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia named_buffers named_children "
+    "named_modules named_parameters parameters register_backward_hook register_buffer register_forward_hook "
+    "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook register_module "
+    "register_load_state_dict_post_hook register_load_state_dict_pre_hook register_parameter "
+    "register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule "
+    "share_memory state_dict to to_empty train type xpu zero_grad"
+)
+
+
+def attribute_name(name: str) -> str:
+    """Return `name` if a program may read it off a value; ValueError for what leads from objects to the interpreter."""
+    if _FRAMES.fullmatch(identifier(name)):
+        raise ValueError(f"a program may not read {name!r}")
     return name
+
+
+def qualified_name(name: str) -> str:
+    """Return `name` if it is a dotted module path such as 'layers.3.mlp'; ValueError otherwise.
+
+    Keys of an `nn.ModuleDict` may have dashes and be keywords ('experts.top-2', 'global').
+    """
+    fine = isinstance(name, str) and _is_normal(name)
+    for part in name.split(".") if fine and name else []:
+        fine = fine and re.fullmatch(r"[\w-]+", part) is not None
+        fine = fine and not _FRAMES.fullmatch(part) and part not in _MODULE_METHODS
+    if not fine:
+        raise ValueError(f"{name!r} is not the name of a module or parameter (letters, digits, '_', '-', dots)")
+    return name
+
+
+MAX_NAME_LENGTH = 200
+
+
+def plain_text(text: str) -> str:
+    """Return `text` if it is short, printable and can stand in a docstring; ValueError otherwise."""
+    if len(text) > MAX_NAME_LENGTH or not text.isprintable() or set(text) & set("\"'\\{}"):
+        raise ValueError(
+            f"{text[:40]!r} is no name: up to {MAX_NAME_LENGTH} printable characters, no quotes, backslashes or braces"
+        )
+    return text
 
 
 Identifier = Annotated[str, AfterValidator(identifier)]
 QualifiedName = Annotated[str, AfterValidator(qualified_name)]
+PlainText = Annotated[str, AfterValidator(plain_text)]
+DtypeName = Annotated[str, AfterValidator(dtype_name)]
 
 
 def _decode_from_file(data: Any, info: ValidationInfo) -> Argument:
@@ -213,7 +348,7 @@ def _decode_from_file(data: Any, info: ValidationInfo) -> Argument:
 Encoded = Annotated[Any, BeforeValidator(_decode_from_file), PlainSerializer(encode)]
 NodeKind = Literal["module", "function", "method", "attribute", "getitem", "setitem"]
 
-# Functions and methods a program may name: anything public of these torch namespaces. Profiles are data that strangers
+# Functions and methods a program may name: those of tensors in these torch namespaces. Profiles are data that strangers
 # may hand in, and plan.py made from them is run, so a name outside is refused on reading.
 FUNCTION_NAMESPACES = (
     "torch.nn.functional",
@@ -225,16 +360,51 @@ FUNCTION_NAMESPACES = (
     "operator",
     "math",
 )
-_FORBIDDEN = {"load", "save", "compile", "set_default_device", "import_ir_module", "hub", "classes", "ops"}
+OPERATORS = _words(
+    "add sub mul truediv floordiv mod pow matmul neg pos abs invert eq ne lt le gt ge and_ or_ xor lshift rshift"
+)
+# Of the lower-case public names of torch, those that change the process, read memory or files, or take code.
+_FORBIDDEN = _words(
+    "load save compile compiler jit hub classes ops fork wait vmap cond while_loop device dtype layout memory_format "
+    "qscheme finfo iinfo typename classproperty from_file from_numpy from_dlpack to_dlpack frombuffer "
+    "seed initial_seed manual_seed init_num_threads clear_autocast_cache unify_type_list "
+    "prepare_multiprocessing_environment thread_safe_generator merge_type_from_type_comment compiled_with_cxx11_abi "
+    "no_grad enable_grad inference_mode boolean_dispatch handle_torch_function torch"
+)
+_FORBIDDEN_STARTS = ("set_", "get_", "import", "parse_", "use_", "are_", "autocast_", "profiler_", "has_torch", "_")
+_DUNDERS = frozenset(
+    f"__{prefix}{name}__"
+    for prefix in ("", "r", "i")
+    for name in _words("add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift")
+) | {f"__{name}__" for name in _words("neg pos abs invert eq ne lt le gt ge")}
+# Methods of tensors that leave the tensor: for numpy (which writes files), other objects, memory, hooks, processes.
+_FORBIDDEN_METHODS = _words(
+    "numpy tofile dump dumps storage untyped_storage data_ptr set_ share_memory_ as_subclass apply_ map_ map2_ "
+    "register_hook register_post_accumulate_grad_hook backward module_load new share_memory"
+)
+ATTRIBUTES = _words("T H mT mH real imag data grad")
 
 
 def function_name(name: str) -> str:
     """Return `name` if a program may call it; ValueError otherwise."""
     namespace, _, attribute = name.rpartition(".")
-    allowed = namespace in FUNCTION_NAMESPACES and attribute.isidentifier() and attribute not in _FORBIDDEN
-    if not allowed or (attribute.startswith("_") and namespace not in ("torch._C._nn", "torch")):
+    allowed = namespace in FUNCTION_NAMESPACES and attribute.isidentifier() and attribute.isascii()
+    allowed = allowed and attribute not in _FORBIDDEN and not attribute.startswith(_FORBIDDEN_STARTS)
+    if not allowed or attribute != attribute.lower() or (namespace == "operator" and attribute not in OPERATORS):
         raise ValueError(f"a program may not call {name!r}")
     return name
+
+
+def method_name(name: str) -> str:
+    """Return `name` if it is a method of tensors that a program may call; ValueError otherwise."""
+    private = name.startswith("_") and name not in _DUNDERS
+    if not name.isascii() or private or identifier(name) in _FORBIDDEN_METHODS or _leads_out(name):
+        raise ValueError(f"a program may not call the method {name!r}")
+    return name
+
+
+def _leads_out(name: str) -> bool:
+    return name not in _DUNDERS and _FRAMES.fullmatch(name) is not None
 
 
 class Tensor(Record):
@@ -245,10 +415,10 @@ class Tensor(Record):
 
     shape: Annotated[
         tuple[int | BatchInt, ...],
-        BeforeValidator(lambda dims: tuple(decode(dim) for dim in dims)),
+        BeforeValidator(lambda dims: _dimensions(dims)),
         PlainSerializer(lambda dims: [encode(dim) for dim in dims]),
     ]
-    dtype: Identifier
+    dtype: DtypeName
     requires_grad: bool = False
     follows_model_dtype: bool = False
 
@@ -264,6 +434,17 @@ class Tensor(Record):
     def batch_dim(self) -> int | None:
         """The first dimension that grows with the batch, or None."""
         return next((index for index, dim in enumerate(self.shape) if isinstance(dim, BatchInt)), None)
+
+
+def _dimensions(data: Any) -> tuple[int | BatchInt, ...]:
+    """Return the dimensions of a shape, encoded or not; ValueError where one is no size."""
+    if not isinstance(data, list | tuple):
+        raise ValueError("a shape is a list of sizes")
+    dims = tuple(dim if isinstance(dim, BatchInt) else decode(dim) for dim in data)
+    for dim in dims:
+        if not isinstance(dim, BatchInt) and _integer(dim) < 0:
+            raise ValueError(f"{dim} is no size of a dimension")
+    return dims
 
 
 def dtype_bytes(name: str) -> int:
@@ -297,13 +478,29 @@ class Node(Record):
     no_grad: bool = False
 
     def model_post_init(self, context: Any) -> None:
-        """Validate the target by its kind."""
+        """Validate the target by its kind, and that the arguments are some."""
+        if not isinstance(self.args, tuple):
+            raise ValueError(f"node {self.name!r}: args is not a tuple")
+        if not isinstance(self.kwargs, dict):
+            raise ValueError(f"node {self.name!r}: kwargs is not a dict")
+        for key in self.kwargs:
+            identifier(key)
         if self.kind == "module":
             qualified_name(self.target)
-        elif self.kind == "function":
+            if not self.target:
+                raise ValueError(f"node {self.name!r}: a program can't call its own model")
+            return
+        if self.kind == "function":
             function_name(self.target)
-        elif self.kind in ("method", "attribute"):
-            identifier(self.target)
+            return
+        count = {"getitem": 2, "setitem": 3, "method": 1, "attribute": 1}[self.kind]
+        fits = len(self.args) >= count if self.kind == "method" else len(self.args) == count
+        if not fits or not isinstance(self.args[0], Ref | ParamRef):
+            raise ValueError(f"node {self.name!r}: a {self.kind} needs {count} arguments, the first of them a value")
+        if self.kind == "method":
+            method_name(self.target)
+        elif self.kind == "attribute" and self.target not in ATTRIBUTES:
+            raise ValueError(f"a program may not read the attribute {self.target!r}")
 
     def reads(self) -> Iterator[str]:
         """Yield the names of the values this node reads."""
@@ -331,3 +528,21 @@ class Program(Record):
     nodes: tuple[Node, ...]
     output: Encoded
     tensors: dict[Identifier, Tensor]
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a program that reads or returns a value before it is there, or one of which nothing is known."""
+        if len(set(self.inputs)) != len(self.inputs):
+            raise ValueError("an input of the program is listed twice")
+        if len({node.name for node in self.nodes}) != len(self.nodes):
+            raise ValueError("two nodes of the program have one name")
+        made = set(self.inputs)
+        for node in self.nodes:
+            for name in node.reads():
+                if name not in made:
+                    raise ValueError(f"node {node.name!r} reads {name!r}, which no input or earlier node makes")
+            made.update(node.writes())
+        for leaf in leaves(self.output):
+            if isinstance(leaf, Ref) and leaf.name not in made:
+                raise ValueError(f"the program returns {leaf.name!r}, which no node makes")
+        if unknown := made - set(self.tensors):
+            raise ValueError(f"value {min(unknown)!r} of the program is not in its tensors")

@@ -13,14 +13,30 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from planner.errors import FileFormatError, UsageError
 
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+def _number(value: Any) -> Any:
+    """Return a number; ValueError for a truth value or text that would become one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("not a number")
+    if isinstance(value, int) and abs(value) > 2**1023:
+        raise ValueError("too large")
+    return value
+
+
+# No count of a model or cluster is larger, and sums and products of such numbers stay finite.
+MAX_COUNT = 2**63
+MAX_TIME_S = 1e9
+
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)]
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT, strict=True)]
+ByteCount = NonNegativeInt
+NonNegativeFloat = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e30, allow_inf_nan=False)]
+TimeSeconds = Annotated[float, BeforeValidator(_number), Field(ge=0, le=MAX_TIME_S, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Record(BaseModel):
@@ -60,10 +76,20 @@ def _field_names(record: type[Record], location: tuple[int | str, ...]) -> list[
     return sorted({name for found in _records_at(record, location[:-1]) for name in found.model_fields})
 
 
+def _short(value: Any) -> str:
+    """Return a value for a message: what is long is cut."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a larger integer"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def validate(record: type[RecordT], data: Any, *, source: str) -> RecordT:
     """Return `data` as a record; FileFormatError names the file, the key and what would be right."""
     try:
         return record.model_validate(data, context=FROM_FILE)
+    except RecursionError:
+        raise FileFormatError(f"{source}: nested too deeply", hint="check that this is the file you meant") from None
     except ValidationError as error:
         problems = error.errors(include_url=False)
         # A misspelt key is missing under its right name too: the spelling is what to tell.
@@ -78,7 +104,7 @@ def validate(record: type[RecordT], data: Any, *, source: str) -> RecordT:
         if first["type"] == "missing":
             raise FileFormatError(f"{source}: {location!r} is missing", hint=f"add {location!r} to the file") from None
         message = first["msg"].removeprefix("Value error, ")
-        shown = "" if isinstance(first["input"], Mapping | list | tuple) else f", found {first['input']!r}"
+        shown = "" if isinstance(first["input"], Mapping | list | tuple) else f", found {_short(first['input'])}"
         where = f"{location!r}: " if location else ""
         raise FileFormatError(f"{source}: {where}{message}{shown}", hint="correct this value in the file") from None
 
@@ -91,28 +117,55 @@ def read_json(path: Path, *, what: str) -> Any:
         raise FileFormatError(f"{path}: {constant} is not a number", hint=f"write this {what} again: it was corrupted")
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        data = json.loads(text, parse_constant=refuse)
+        if "\\ud" in text.lower():  # a lone half of a surrogate pair: text that no file can hold
+            json.dumps(data, ensure_ascii=False).encode()
+        return data
     except json.JSONDecodeError as error:
         raise FileFormatError(
             f"{path}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}",
             hint=f"check that this is the {what} file you meant",
         ) from None
+    except RecursionError:
+        problem = "nested too deeply"
+    except UnicodeEncodeError:
+        problem = "text with half of a surrogate pair"
+    except ValueError as error:
+        problem = str(error).partition(";")[0]
+    raise FileFormatError(f"{path}: {problem}", hint=f"check that this is the {what} file you meant")
 
 
 def read_text(path: Path, *, what: str) -> str:
-    """Return a file's text; UsageError where there is none."""
+    """Return the text of a regular file; UsageError where there is none."""
     try:
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise UsageError(f"{what} file {str(path)!r} can't be read: it is {kind}", hint="check the path")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f"{what} file {str(path)!r} does not exist", hint="check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{what} file {str(path)!r} can't be read: {error}", hint="check the path") from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a temporary file beside it takes its place at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write a file whole or not at all: a temporary file beside it takes its place at the end.
+
+    A link is followed: the file it names is replaced, not the link. UsageError where nothing can be written.
+    """
+    try:
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise UsageError(f"{str(path)!r} can't be written: it is {kind}", hint="give another path")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, text)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that go round in a circle
+        raise UsageError(f"{str(path)!r} can't be written: {error}", hint="give another path") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -163,7 +163,10 @@ def chain_profile(
             *extra_edges,
         ),
         program=Program(
-            inputs=("x",), nodes=nodes, output=Ref(values[-1]), tensors=dict.fromkeys(["x", *values], tensor)
+            inputs=("x",),
+            nodes=nodes,
+            output=Ref(values[-1]),
+            tensors=dict.fromkeys(["x", *values, *(edge.value for edge in extra_edges)], tensor),
         ),
     )
 

@@ -82,6 +82,13 @@ latency = "9us"
         ({"bandwidth": '"10"'}, "bandwidth '10' has no unit; write it like '450GB/s'", ""),
         ({"reserve": '"-1GiB"'}, "must be finite and not negative", ""),
         ({"reserve": "="}, "not TOML", "cluster"),
+        ({"bandwidth": '"0GB/s"'}, "'intra_node.bandwidth'", "correct"),
+        ({"bandwidth": '"1e300GB/s"'}, "'intra_node.bandwidth'", "correct"),
+        ({"bandwidth": '"1e400GB/s"'}, "must be finite", "correct"),
+        ({"reserve": '"1e300GB"'}, "'memory_reserve'", "correct"),
+        ({"extra": "speed_fraction = 0"}, "'speed_fraction'", "correct"),
+        ({"extra": "speed_fraction = true"}, "'speed_fraction': not a number", "correct"),
+        ({"extra": f"x = {'[' * 5000}"}, "not TOML: nested too deeply", "cluster"),
     ],
 )
 def test_bad_cluster_files(tmp_path: Path, changes: dict[str, str], message: str, hint: str) -> None:
@@ -92,6 +99,39 @@ def test_bad_cluster_files(tmp_path: Path, changes: dict[str, str], message: str
     assert str(path) in caught.value.message
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("memory", '"0GB"'),
+        ("memory", '"1e25GB"'),
+        ("memory_bandwidth", '"0GB/s"'),
+        ("peak_flops.float32", '"0TFLOP/s"'),
+        ("matmul_efficiency", "0"),
+        ("matmul_efficiency", "1.5"),
+        ("memory_efficiency", "0.0"),
+        ("memory_efficiency", "1e-300"),
+        ("launch_overhead", '"1e20s"'),
+    ],
+)
+def test_bad_gpu_files_name_the_key(tmp_path: Path, key: str, value: str) -> None:
+    keys = {
+        "memory": '"80GB"',
+        "memory_bandwidth": '"3TB/s"',
+        "peak_flops.float32": '"60TFLOP/s"',
+        "matmul_efficiency": "0.7",
+        "memory_efficiency": "0.8",
+        "launch_overhead": '"5us"',
+        "source": '"a table"',
+    }
+    path = tmp_path / "mine.toml"
+    path.write_text("".join(f"{name} = {text}\n" for name, text in keys.items()))
+    assert read_gpu(str(path)).name == "mine"
+    path.write_text("".join(f"{name} = {text}\n" for name, text in (keys | {key: value}).items()))
+    with pytest.raises(FileFormatError) as caught:
+        read_gpu(str(path))
+    assert f"{path}: '{key}'" in caught.value.message
 
 
 def test_good_cluster_file(tmp_path: Path) -> None:

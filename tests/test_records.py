@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from planner.errors import FileFormatError, UsageError
 from planner.program import (
+    MAX_INTEGER,
     BatchInt,
     Constant,
     Device,
@@ -72,6 +73,11 @@ def test_replace_validates_anew() -> None:
         ({"count": 0}, ["count", "greater than or equal to 1", "0"], "correct"),
         ({"count": 2.0}, ["count", "2.0"], "correct"),
         ({"count": "2"}, ["count", "2"], "correct"),
+        ({"count": 10**5000}, ["count", "found a larger integer"], "correct"),
+        ({"inner": {"weight": True}}, ["inner.weight", "not a number", "True"], "correct"),
+        ({"inner": {"weight": "1"}}, ["inner.weight", "not a number", "'1'"], "correct"),
+        ({"inner": {"weight": 10**400}}, ["inner.weight", "too large"], "correct"),
+        ({"inner": {"weight": 1e300}}, ["inner.weight", "less than or equal to 1000"], "correct"),
         ({"inner": 3}, ["inner"], "correct"),
     ],
 )
@@ -93,6 +99,9 @@ def test_reading_json(tmp_path: Path) -> None:
         ('{"a": -Infinity}', "-Infinity is not a number"),
         ('{"a": ', "not JSON at line 1"),
         ("", "not JSON at line 1"),
+        ("[" * 100000, "nested too deeply"),
+        ('{"a": "\\ud800"}', "half of a surrogate pair"),
+        ("1" * 5000, "limit"),
     ]:
         path.write_text(text)
         with pytest.raises(FileFormatError) as caught:
@@ -127,17 +136,43 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UsageError, match="disk full"):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_are_followed_and_stay(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.txt", tmp_path / "link.txt"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert read_text(link, what="plan") == "new"
+
+
+def test_devices_and_folders_are_neither_read_nor_written(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for path in (fifo, tmp_path, Path(os.devnull)):
+        for use in (lambda path: read_text(path, what="plan"), lambda path: write_text(path, "text")):
+            with pytest.raises(UsageError) as caught:
+                use(path)
+            assert str(path) in caught.value.message
+    for path in (tmp_path / "file" / "inside", tmp_path / "circle", tmp_path / ("n" * 300)):
+        with pytest.raises(UsageError) as caught:
+            write_text(path, "text")
+        assert str(path) in caught.value.message
 
 
 names = st.sampled_from(["x", "y_1", "layers"])
 scalars = st.one_of(
     st.none(),
     st.booleans(),
-    st.integers(),
+    st.integers(-MAX_INTEGER, MAX_INTEGER),
     st.floats(allow_nan=False),
     st.text(max_size=5),
     st.just(...),
@@ -147,7 +182,7 @@ scalars = st.one_of(
     st.sampled_from(["float32", "model"]).map(Dtype),
     st.just(Constant("channels_last")),
     st.just(Device()),
-    st.builds(slice, st.none() | names.map(Ref), st.none() | st.integers(), st.none()),
+    st.builds(slice, st.none() | names.map(Ref), st.none() | st.integers(-9, 9), st.none()),
 )
 arguments = st.recursive(
     scalars,
