@@ -61,11 +61,22 @@ def load_model_file(spec: str, *, inputs: str | None = None) -> ModelFile:
         path=path,
         build=functions[build_function],
         example_inputs=functions[inputs_function],
-        loss_fn=getattr(module, "loss_fn", None),
-        example_target=getattr(module, "example_target", None),
+        loss_fn=_optional_function(module, path, "loss_fn"),
+        example_target=_optional_function(module, path, "example_target"),
         build_function=build_function,
         inputs_function=inputs_function,
     )
+
+
+def _optional_function(module: ModuleType, path: Path, name: str) -> Callable[..., Any] | None:
+    """Return a function that a model file may have, or None; CaptureError where the name is something else."""
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if found is not None and not callable(found):
+        raise CaptureError(
+            f"{path.name}: {name} is of type {type(found).__name__}, not a function",
+            hint=f"write it as `def {name}(...)`, or give it another name",
+        )
+    return found
 
 
 def split_spec(spec: str) -> tuple[Path, str]:
@@ -107,19 +118,29 @@ def model_hash(model: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]  # an emitted plan computes the same in `setup`
 
 
-def user_error(error: BaseException, path: Path, what: str) -> PlannerError:
-    """Return a CaptureError for what the user's code raised while `what` happened, with the last line of their file."""
+def user_error(
+    error: BaseException, path: Path, what: str, *, function: Callable[..., Any] | None = None, hint: str = ""
+) -> PlannerError:
+    """Return a CaptureError for what the user's code raised while `what` happened, with the last line of their file.
+
+    `function` is the one that was called: where no line of the file was reached, its first one is told.
+    """
     if isinstance(error, PlannerError):
         return error
     kind, where = type(error).__name__, path.name
+    code = getattr(function, "__code__", None)
     if isinstance(error, SyntaxError) and error.filename == str(path):
         where += f" line {error.lineno}"
     else:
         lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if lines:
             where += f" line {lines[-1].lineno}, in {lines[-1].name}"
+        elif code is not None and code.co_filename == str(path):
+            where += f" line {code.co_firstlineno}"
     message = str(error) or "(no message)"
-    return CaptureError(f"{where}: {what} raised {kind}: {message}", hint=f"correct {path.name}, then try again")
+    return CaptureError(
+        f"{where}: {what} raised {kind}: {message}", hint=hint or f"correct {path.name}, then try again"
+    )
 
 
 def _parse(path: Path) -> ast.Module:

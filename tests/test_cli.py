@@ -701,3 +701,50 @@ def test_sigterm_leaves_nothing_behind(run: Run, profiled: Path, tmp_path_factor
         process.wait()
     assert (process.returncode, err) == (143, "ended by SIGTERM\n")
     assert list(temporary.iterdir()) == []
+
+
+PRINTING = """
+import os, sys
+import torch
+from torch import nn
+
+print("at import")
+stdout = sys.stdout
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        print("in forward")
+        os.write(1, b"as C code does\\n")
+        return self.first(x)
+
+def build_model():
+    stdout.write("in build\\n")
+    return Model()
+
+def example_inputs(batch_size):
+    return (torch.ones(batch_size, 4),)
+"""
+
+
+def test_what_a_model_prints_does_not_reach_stdout(run: Run, folder: Path) -> None:
+    (folder / "model.py").write_text(PRINTING)
+    done = run("profile", "model.py", "--gpu", "h100-sxm", "--microbatch-sizes", "1", "--tp", "1", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["param_count"] == 20
+    assert all(text in done.err for text in ("at import", "in build", "in forward", "as C code does"))
+
+
+def test_a_model_that_exits_only_when_it_is_run_is_no_success(run: Run, folder: Path) -> None:
+    late = PRINTING.replace('print("in forward")', "type(x) is torch.Tensor and sys.exit(0)")
+    late = late.replace("class Model", "class Leaf")
+    late += "\ndef build_model():\n    return nn.Sequential(Leaf(), nn.Linear(4, 4))\n"
+    late = late.replace("return self.first(x)", "return x @ self.weight").replace(
+        "self.first = nn.Linear(4, 4)", "self.weight = nn.Parameter(torch.ones(4, 4))"
+    )
+    (folder / "model.py").write_text(late)
+    done = run("profile", "model.py", "--device", "cpu", "--microbatch-sizes", "1", "--tp", "1")
+    done.assert_one_error(1, "SystemExit: 0")

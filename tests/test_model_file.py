@@ -8,6 +8,7 @@ import pytest
 
 from planner.errors import CaptureError, UsageError
 from planner.model_file import load_model_file, model_hash, split_arguments, split_spec
+from planner.profiler import profile_model
 from planner.runner.subject import packages_to_preload
 
 GOOD = """
@@ -217,3 +218,69 @@ def test_the_path_may_hold_a_colon(folder: Path) -> None:
     (folder / "a:b.py").write_text("")
     assert split_spec("a:b.py") == (folder / "a:b.py", "build_model")
     assert split_spec("a:b.py:make") == (folder / "a:b.py", "make")
+
+
+RECORDED = """
+import sys
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.first(x)
+
+def build_model():
+    return Model()
+
+def example_inputs(batch_size):
+    return (torch.ones(batch_size, 4),)
+
+"""
+EXITING = "class Model(Model):\n    def forward(self, x):\n        sys.exit(0)"
+SCRIPTED = "def build_model():\n    return torch.jit.script(nn.Sequential(nn.Linear(4, 4)))"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "def build_model():\n    sys.exit(0)",
+            ("model.py line 21, in build_model", "build_model raised SystemExit: 0"),
+        ),
+        ("def example_inputs(rows):\n    sys.exit(0)", ("model.py line 21", "example_inputs(2) raised SystemExit: 0")),
+        ("def loss_fn(output):\n    sys.exit(0)", ("model.py line 21", "loss_fn raised SystemExit: 0")),
+        (EXITING, ("model.py:22", "the model raised in forward: SystemExit: 0")),
+        ("def build_model():\n    pass", ("build_model returned NoneType, not an nn.Module",)),
+        ("async def build_model():\n    pass", ("build_model returned coroutine, not an nn.Module",)),
+        (SCRIPTED, ("build_model returned a TorchScript module", "return the Python model")),
+        ("def build_model(size, depth=2):\n    pass", ("build_model needs size,", "defaults")),
+        (
+            "def build_model():\n    return nn.Linear(4, 4)",
+            ("the whole model is one Linear", "nn.Sequential(Linear(...))"),
+        ),
+        ("def example_inputs(rows):\n    return (torch.ones(5, 4),)", ("(2)", "(3)", "'x' of shape (5, 4)", "ignored")),
+        ("def example_inputs(rows):\n    return (torch.ones(0, 4),)", ("'x' with 0 rows, not 2",)),
+        ("def example_inputs(rows):\n    return (torch.ones(3 * rows, 4),)", ("'x' of shape (6, 4)", "(9, 4)")),
+        ("def loss_fn(output):\n    return output + torch.ones(7)", ("model.py line 21, in loss_fn", "loss_fn raised")),
+        ("def loss_fn(output, target):\n    pass", ("model.py line 20", "loss_fn raised TypeError", "example_target")),
+        ("loss_fn = 3", ("loss_fn is of type int, not a function",)),
+        ("def loss_fn(output):\n    return output", ("loss_fn returned a tensor of shape (2, 4)", "scalar")),
+        ("def loss_fn(output):\n    pass", ("loss_fn returned a NoneType", "scalar")),
+    ],
+)
+def test_functions_that_exit_raise_or_return_the_wrong_thing(folder: Path, change: str, words: tuple[str, ...]) -> None:
+    (folder / "model.py").write_text(RECORDED + change)
+    with pytest.raises(CaptureError) as told:
+        profile_model("model.py", gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,), tp_degrees=(1,))
+    text = f"{told.value.message}\n{told.value.hint}"
+    assert all(word in text for word in words), text
+
+
+def test_rows_may_be_one_more_than_asked_for(folder: Path) -> None:
+    (folder / "model.py").write_text(RECORDED + "def example_inputs(rows):\n    return (torch.ones(rows + 1, 4),)")
+    assert profile_model("model.py", gpu="h100-sxm", microbatch_sizes=(1,), tp_degrees=(1,)).param_count == 20

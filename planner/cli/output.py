@@ -4,8 +4,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
+
+from planner.errors import CaptureError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -42,6 +44,40 @@ def _console(terminal: bool) -> "Console":
 
     width = None if terminal or "COLUMNS" in os.environ else PIPED_WIDTH
     return Console(width=width, highlight=False)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send to stderr what is written to stdout inside, also by C code: stdout is for data, not for a user's prints."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed: only Python's own stream is left to redirect
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    stream = sys.stdout  # their code may have kept it by another name
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        stream.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Run code of the user's inside: its prints go to stderr, and an exit of its own is an error."""
+    try:
+        with stdout_to_stderr():
+            yield
+    except SystemExit as error:
+        raise CaptureError(
+            f"{what}: its code ended the program by SystemExit: {error.code}",
+            hint="take sys.exit() out of what the model's file runs",
+        ) from error
 
 
 @contextmanager

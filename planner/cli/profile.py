@@ -7,7 +7,7 @@ import typer
 
 from planner.cli.inputs import PROFILES_FOLDER
 from planner.cli.options import parse_counts
-from planner.cli.output import progress_bar, say, write_json, write_table
+from planner.cli.output import progress_bar, say, user_code, write_json, write_table
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def profile(
     from planner.model_profile import write_profile
     from planner.profiler import profile_model
 
-    with progress_bar("profile") as progress:
+    with progress_bar("profile") as progress, user_code(model):
         result = profile_model(
             model,
             device=device,

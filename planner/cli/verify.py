@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli.options import parse_duration
-from planner.cli.output import progress_bar, say, write_json, write_table
+from planner.cli.output import progress_bar, say, user_code, write_json, write_table
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -66,15 +66,17 @@ def make_plan_twin(
     from planner.runner.subject import find_model
 
     say("the plan is too large for this machine: making a smaller twin")
-    profile = profile_model(
-        find_model(plan, plan_path, model),
-        gpu=TWIN_GPU,
-        dtype="float32",
-        inputs=plan.origin.inputs_function,
-        microbatch_sizes=(1,),
-        tp_degrees=(1, 2),
-        shrink=shrink,
-    )
+    spec = find_model(plan, plan_path, model)
+    with user_code(spec):
+        profile = profile_model(
+            spec,
+            gpu=TWIN_GPU,
+            dtype="float32",
+            inputs=plan.origin.inputs_function,
+            microbatch_sizes=(1,),
+            tp_degrees=(1, 2),
+            shrink=shrink,
+        )
     source, left = make_twin(plan, profile, num_processes)
     if shrink is not None and shrink.narrow:
         left = (*left, "the model's own widths, vocabulary and sequence length: a narrow version was run")

@@ -16,6 +16,7 @@ from torch import nn
 
 from planner.errors import CaptureError, PlannerError
 from planner.model_file import ModelFile, model_hash, split_arguments
+from planner.profiler import user_code as user
 from planner.profiler.fake import build_meta, make_fake
 from planner.profiler.recorder import Call, Recording, record
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
@@ -96,28 +97,22 @@ def _record_once(
                 target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 return torch.empty(tensor.shape, dtype=target, device="cpu")
 
-        examples = file.example_inputs(rows)
-        args, kwargs = split_arguments(_map_tensors(examples, fake))
-        loss: Callable[[Any], Any] | None = None
-        target: Any = None
-        if file.loss_fn is not None and file.example_target is not None:
-            target = _map_tensors(file.example_target(rows), fake)
-            loss_fn = file.loss_fn
-            loss = lambda output: loss_fn(output, target)  # noqa: E731
-        elif file.loss_fn is not None:
-            loss = file.loss_fn
+        args, kwargs = split_arguments(_map_tensors(user.example_inputs(file, rows), fake))
+        target = _map_tensors(user.example_target(file, rows), fake)
+        loss = user.loss(file, target)
         with mode, quiet_fake_tensors():
             return record(
                 meta, args, kwargs, input_tensors(meta, args, kwargs), dict(_tensors({"target": target})), loss
             )
     except PlannerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        hint = "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU"
+        if isinstance(error, Exception) and dtype not in (None, torch.float32, torch.float64):
+            hint = f"the model was built in {dtype}: try --dtype float32"
         raise CaptureError(
             f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {_user_line(error)})",
-            hint=f"the model was built in {dtype}: try --dtype float32"
-            if dtype not in (None, torch.float32, torch.float64)
-            else "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU",
+            hint=hint,
         ) from error
     finally:
         for module in meta.modules():
@@ -139,20 +134,40 @@ def _user_line(error: BaseException) -> str:
     return found
 
 
+def _check_rows(file: ModelFile, model: nn.Module) -> None:
+    """Raise CaptureError where the number of rows asked for does not show in the inputs, one for one."""
+    first, second = _ROWS
+    fewer, more = (input_tensors(model, *split_arguments(user.example_inputs(file, rows))) for rows in _ROWS)
+    name = file.inputs_function
+    rule = f"{name}(batch_size) must return batch_size rows: make tensors of shape (batch_size, ...)"
+    for key, tensor in fewer.items():
+        if tensor.dim() > 0 and tensor.shape[0] == 0:
+            raise CaptureError(f"{file.path.name}: {name}({first}) gives {key!r} with 0 rows, not {first}", hint=rule)
+    changed = {key: tensor.shape for key, tensor in fewer.items() if key in more and tensor.shape != more[key].shape}
+    if not changed:
+        shown = next((f"{key!r} of shape {tuple(tensor.shape)}" for key, tensor in fewer.items()), "no tensor at all")
+        raise CaptureError(
+            f"{file.path.name}: {name}({first}) and {name}({second}) both give {shown}: the batch size is ignored",
+            hint=rule,
+        )
+    for key, shape in changed.items():
+        other = more[key].shape
+        grown = [there - here for here, there in zip(shape, other, strict=False)]
+        if len(shape) != len(other) or second - first not in grown:
+            raise CaptureError(
+                f"{file.path.name}: {name}({first}) gives {key!r} of shape {tuple(shape)}, {name}({second}) of shape "
+                f"{tuple(other)}: it does not grow by one per row",
+                hint=rule,
+            )
+
+
 def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     """Return the model's forward as calls; CaptureError names the statement that can't be recorded.
 
     `dtype` replaces that of the model's floating parameters and inputs.
     """
-    try:
-        meta = build_meta(file.build)
-    except PlannerError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"{file.path}: build_model raised {type(error).__name__}: {error} (at {_user_line(error)})",
-            hint="run it by itself; a model that needs a GPU to be built can't be recorded here",
-        ) from error
+    meta = user.build(file, build_meta)
+    _check_rows(file, meta)
     first, second = _ROWS
     base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
     notes: list[str] = []

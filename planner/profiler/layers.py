@@ -11,7 +11,7 @@ from torch import nn
 
 from planner.errors import CaptureError
 from planner.model_profile import Edge, Layer
-from planner.profiler.recorder import Call, Unsupported
+from planner.profiler.recorder import Call, Unsupported, is_leaf
 from planner.program import BatchInt, Dtype, Node, ParamRef, Program, Ref, Tensor, dtype_bytes, leaves, map_argument
 
 _RANDOM = {
@@ -204,6 +204,12 @@ def divide(program: Program, model: nn.Module, derived: frozenset[str]) -> list[
         and any(True for _ in model.get_submodule(node.target).parameters())
         and not all(name in derived for name in node.writes())
     ]
+    if not starts and is_leaf(model):
+        name = type(model).__name__
+        raise CaptureError(
+            f"the whole model is one {name} that calls no submodule: there are no layers to place",
+            hint=f"wrap it in a module that calls it: return nn.Sequential({name}(...)) from build_model",
+        )
     if not starts:
         raise CaptureError(
             "the model calls no module with parameters",

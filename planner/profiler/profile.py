@@ -16,6 +16,7 @@ from planner.cluster import Gpu, read_gpu
 from planner.errors import CaptureError, UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding
+from planner.profiler import user_code as user
 from planner.profiler.blocks import select_calls
 from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.classes import OpenedClass, open_class, shardings_of
@@ -282,10 +283,10 @@ class _Pricer:
 
     def _environment(self, rows: int) -> dict[str, Any]:
         """Return the model's inputs, targets and what is computed from them alone, for a batch of `rows`."""
-        args, kwargs = split_arguments(self._file.example_inputs(rows))
+        args, kwargs = split_arguments(user.example_inputs(self._file, rows))
         tensors = input_tensors(self._captured.model, args, kwargs)
-        if self._file.example_target is not None and self._captured.targets:
-            tensors |= input_tensors(nn.Module(), (), {"target": self._file.example_target(rows)})
+        if self._captured.targets:
+            tensors |= input_tensors(nn.Module(), (), {"target": user.example_target(self._file, rows)})
         values = {name: self._place(tensor) for name, tensor in tensors.items()}
         target = Target(rows, self._device, self.dtype)
         with self._fake_mode or nullcontext():
@@ -362,7 +363,7 @@ def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], tuple[tuple[str
 def _provenance(
     file: ModelFile, captured: Capture, spec: str, device: str, gpu: str | None, dtype: torch.dtype
 ) -> Provenance:
-    args, kwargs = split_arguments(file.example_inputs(1))
+    args, kwargs = split_arguments(user.example_inputs(file, 1))
     shapes = {name: tuple(tensor.shape) for name, tensor in input_tensors(captured.model, args, kwargs).items()}
     tokens = next((shape[1] for name, shape in shapes.items() if len(shape) == 2 and not _is_float(captured, name)), 0)
     return Provenance(

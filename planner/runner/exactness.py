@@ -7,6 +7,7 @@ dropout off; the one process uses the same microbatches; for every parameter nor
 import copy
 import hashlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -222,11 +223,7 @@ def _train_step(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int
     num_microbatches, total = batch.num_rows // rows, 0.0
     for args, kwargs, target in batch.microbatches(rows):
         loss = _loss(model(*args, **kwargs), model_file, target) / num_microbatches
-        if not bool(torch.isfinite(loss)):
-            raise VerifyError(
-                f"the loss of one process is {float(loss)}: there is nothing to compare with",
-                hint="check example_inputs and loss_fn",
-            )
+        _check_finite(float(loss))
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss)
     return total
@@ -260,6 +257,14 @@ def _loss_without_gradients(model: nn.Module, model_file: ModelFile, batch: Batc
     return loss
 
 
+def _check_finite(loss: float) -> None:
+    if not math.isfinite(loss):
+        raise VerifyError(
+            f"the loss of one process is {loss}: there is nothing to compare with",
+            hint="check example_inputs and loss_fn",
+        )
+
+
 def _check_mean(whole: float, mean: float, job: ExactJob) -> None:
     """Raise VerifyError where the whole batch's loss is the sum, not the mean, of its microbatches' losses."""
     count = job.global_batch_size // job.microbatch_size
@@ -278,6 +283,7 @@ def _check_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, row
     for seed in (1, 2):
         torch.manual_seed(seed)
         losses.append(_loss_without_gradients(model, model_file, batch, rows))
+        _check_finite(losses[-1])  # first: nan is not equal to itself, and no randomness
     if losses[0] != losses[1]:
         raise VerifyError(
             f"the model's forward is random with dropout off: the same rows give losses {losses[0]} and {losses[1]}",
