@@ -198,7 +198,8 @@ def test_the_pool_starts_anew_after_its_template_is_gone(pool: WorkerPool) -> No
 # Nothing stays -----------------------------------------------------------------------------------------------------
 
 OWNER = """
-    import sys
+    import signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     sys.path.insert(0, {tests!r})
     import test_runner_pool
     from planner.runner.pool import WorkerPool
