@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from planner.emitter.expressions import Renderer, attribute_path, value_paths
+from planner.emitter.expressions import Renderer, attribute_path, docstring_text, parameter_path, value_paths
 from planner.emitter.stages import LayerCall, StageCode, Transfer
 from planner.model_profile import LayerClass, Sharding
 from planner.program import MODEL_DTYPE, BatchInt, Device, Dtype, Node, Program, Ref, Tensor, leaves, map_argument
@@ -82,7 +82,7 @@ def _style(module: str, style: str, sharding: Sharding) -> str:
 def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, name: str) -> Iterator[str]:
     signature: tuple[tuple[str, Any], ...] = tuple(layer_class.signature)
     yield f"def {name}({', '.join(['self', *(parameter for parameter, _ in signature)])}):"
-    yield f'{INDENT}"""{layer_class.module_class}, divided over {sharding.tp_degree} GPUs."""'
+    yield f'{INDENT}"""{docstring_text(layer_class.module_class)}, divided over {sharding.tp_degree} GPUs."""'
     nodes = [rewrite_node(node, sharding, enter=True) for node in _live(body)]
     for parameter, value in signature:
         if not isinstance(value, Ref):
@@ -93,7 +93,7 @@ def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, n
     yield from _context_lines(nodes, given, INDENT, batch, device, dtype)
     renderer = Renderer(
         module=lambda target: attribute_path(target, "self"),
-        parameter=lambda target: attribute_path(target, "self"),
+        parameter=lambda target: parameter_path(target, "self"),
         device=device,
         dtype=dtype,
         batch=batch,
@@ -206,7 +206,7 @@ def _is_unit(call: LayerCall, tied: frozenset[str]) -> bool:
 def _stage_renderer(arguments: Iterable[str]) -> Renderer:
     return Renderer(
         module=lambda name: attribute_path(name, "self"),
-        parameter=lambda name: attribute_path(name, "self"),
+        parameter=lambda name: parameter_path(name, "self"),
         batch=_local("batch", arguments),
     )
 

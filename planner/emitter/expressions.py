@@ -1,5 +1,6 @@
 """Renders the calls of a program as Python statements."""
 
+import keyword
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -185,10 +186,31 @@ def value_paths(result: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def attribute_path(name: str, root: str) -> str:
-    """Return the expression for a module or parameter: dotted where Python allows, else by get_submodule."""
+    """Return the expression for a module: dotted where Python allows, else by get_submodule."""
     parts = name.split(".") if name else []
-    if all(part.isidentifier() for part in parts):
+    plain = [_is_attribute(part) for part in parts]
+    if all(plain):
         return ".".join([root, *parts])
-    last = max(index for index, part in enumerate(parts) if not part.isidentifier())
+    last = max(index for index, found in enumerate(plain) if not found)
     inner = f'{root}.get_submodule("{".".join(parts[: last + 1])}")'
     return ".".join([inner, *parts[last + 1 :]])
+
+
+def parameter_path(name: str, root: str) -> str:
+    """Return the expression for a parameter or buffer: as for a module, but one in a list of parameters has a number.
+
+    Such a list holds each under its number as an attribute, which only `getattr` can spell.
+    """
+    owner, _, last = name.rpartition(".")
+    if _is_attribute(last):
+        return f"{attribute_path(owner, root)}.{last}"
+    return f'getattr({attribute_path(owner, root)}, "{last}")'
+
+
+def _is_attribute(part: str) -> bool:
+    return part.isidentifier() and not keyword.iskeyword(part)
+
+
+def docstring_text(text: str) -> str:
+    """Return text as it stands inside a docstring: neither quotes nor backslashes can end it."""
+    return text.replace("\\", "\\\\").replace('"', '\\"')

@@ -7,7 +7,9 @@ import json
 import pprint
 from collections.abc import Iterator
 
+from planner.emitter.check import check_generated, check_header
 from planner.emitter.code import input_value, name_tuple, stage_code, tensor_parallel_code, tensor_parallel_name
+from planner.emitter.expressions import docstring_text
 from planner.emitter.layout import wrap_lines
 from planner.emitter.stages import StageCode, stage_codes
 from planner.graph import shared_storages
@@ -25,8 +27,14 @@ def emit(plan: Plan, profile: ModelProfile) -> str:
     groups = tied_groups(profile)
     tied = frozenset(name for group in groups for name in group)
     imports, helpers = helper_section()
-    lines = [f'"""{_docstring(plan, profile)}"""', "", *imports, "", "PLAN = " + _literal(plan), "", ""]
-    lines += [
+    header = [f'"""{docstring_text(_docstring(plan, profile))}"""', "", *imports, "", "PLAN = " + _literal(plan)]
+    generated = list(wrap_lines(_generated(plan, profile, stages, groups, tied)))
+    check_header("\n".join(header))
+    check_generated("\n".join(generated))
+    lines = [
+        *header,
+        "",
+        "",
         "# " + "-" * 100,
         "# Helpers: the same in every plan. The stages follow below.",
         "# " + "-" * 100,
@@ -35,7 +43,7 @@ def emit(plan: Plan, profile: ModelProfile) -> str:
         "",
     ]
     lines += ["", "# " + "-" * 100, "# This plan.", "# " + "-" * 100, "", ""]
-    lines += wrap_lines(_generated(plan, profile, stages, groups, tied))
+    lines += generated
     text = "\n".join(lines).rstrip() + "\n"
     return f"{text}\n{HASH_LINE}{content_hash(text)}\n"
 
@@ -87,7 +95,7 @@ def _stage_summary(plan: Plan, index: int) -> str:
     stage = plan.stages[index]
     layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
     gpus = ", ".join(map(str, stage.gpus[:8])) + (" ..." if len(stage.gpus) > 8 else "")
-    return f"{layers} on GPU{'s' if len(stage.gpus) > 1 else ''} {gpus}."
+    return f"{docstring_text(layers)} on GPU{'s' if len(stage.gpus) > 1 else ''} {gpus}."
 
 
 def _docstring(plan: Plan, profile: ModelProfile) -> str:
