@@ -23,7 +23,8 @@ Rate = TypeVar("Rate")
 PositiveRate = Annotated[Rate, Field(ge=LEAST_RATE, le=MOST_RATE)]
 PositiveFraction = Annotated[Fraction, Field(ge=LEAST_FRACTION)]
 Delay = Annotated[Seconds, Field(le=MAX_TIME_S)]
-GpuCount = Annotated[PositiveInt, Field(le=1_000_000)]
+MAX_GPUS = 1_000_000
+GpuCount = Annotated[PositiveInt, Field(le=MAX_GPUS)]
 
 
 class Gpu(Record):
@@ -35,7 +36,7 @@ class Gpu(Record):
     name: str
     memory: Annotated[ByteSize, Field(gt=0, le=MAX_COUNT)]
     memory_bandwidth: PositiveRate[Bandwidth]
-    peak_flops: Annotated[dict[str, PositiveRate[FlopRate]], Field(min_length=1)]
+    peak_flops: dict[str, PositiveRate[FlopRate]]
     matmul_efficiency: PositiveFraction = 1.0
     memory_efficiency: PositiveFraction = 1.0
     launch_overhead: Delay = 0.0
@@ -178,6 +179,12 @@ def cluster_hash(cluster: Cluster) -> str:
     return hashlib.sha256(cluster.model_dump_json().encode()).hexdigest()[:16]
 
 
+def check_num_gpus(num_gpus: int) -> None:
+    """Raise UsageError for a number of GPUs that no cluster has."""
+    if not 1 <= num_gpus <= MAX_GPUS:
+        raise UsageError(f"{num_gpus} GPUs: a cluster has 1 to {MAX_GPUS}", hint="give another number of GPUs")
+
+
 NODE_SIZE = 8
 
 
@@ -186,6 +193,7 @@ def default_cluster(num_gpus: int, gpu_name: str) -> Cluster:
 
     The shipped cluster file of that name gives links and reserve; where there is none, `UsageError`.
     """
+    check_num_gpus(num_gpus)
     template = read_cluster(gpu_name)
     groups: tuple[NodeGroup, ...]
     if num_gpus <= NODE_SIZE:

@@ -6,7 +6,7 @@ The processes share cores and memory, and gloo carries their messages over the l
 import os
 from pathlib import Path
 
-from planner.cluster import Cluster, Gpu, Link, NodeGroup
+from planner.cluster import Cluster, Gpu, Link, NodeGroup, check_num_gpus
 from planner.errors import UsageError
 
 CPU_NAME = "cpu"
@@ -49,6 +49,7 @@ def local_cluster(num_gpus: int) -> Cluster:
 
     The peak speed of a core is not known, so a plan for it has no MFU.
     """
+    check_num_gpus(num_gpus)
     cpu = Gpu(
         name=CPU_NAME,
         memory=f"{machine_memory_bytes() // num_gpus}B",

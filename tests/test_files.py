@@ -7,6 +7,7 @@ import pytest
 
 from planner.cluster import configs_folder, default_cluster, read_cluster, read_gpu, shipped_gpu
 from planner.errors import FileFormatError, PlannerError, UsageError
+from planner.local_cluster import local_cluster
 from planner.model_profile import read_profile
 from planner.program import dtype_bytes
 
@@ -36,6 +37,13 @@ def test_cluster_files(name: str) -> None:
     assert cluster.intra_node.bandwidth >= cluster.inter_node.bandwidth
     assert cluster.intra_node.latency <= cluster.inter_node.latency
     assert all(cluster.memory_reserve < gpu.memory / 4 for gpu in cluster.gpus.values())
+
+
+@pytest.mark.parametrize("num_gpus", [0, -1, 10**7, 10**30])
+def test_numbers_of_gpus_that_no_cluster_has(num_gpus: int) -> None:
+    for make in (lambda number: default_cluster(number, GPUS[0]), local_cluster):
+        with pytest.raises(UsageError, match="1 to 1000000"):
+            make(num_gpus)
 
 
 def test_every_gpu_can_be_planned_for_by_its_name() -> None:
