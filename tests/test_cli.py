@@ -32,6 +32,7 @@ from planner.model_profile import (
 )
 from planner.plan import Origin, Plan, Stage
 from planner.program import BatchInt, Node, Program, Ref, Tensor
+from planner.runner.verify import ParameterRow, VerifyReport
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -748,3 +749,44 @@ def test_a_model_that_exits_only_when_it_is_run_is_no_success(run: Run, folder: 
     (folder / "model.py").write_text(late)
     done = run("profile", "model.py", "--device", "cpu", "--microbatch-sizes", "1", "--tp", "1")
     done.assert_one_error(1, "SystemExit: 0")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (("--gpus", "1000000000"), ("--gpus is 1000000000, more than 1000000",)),
+        (("--gpus", str(10**30)), ("--gpus is a number of about 30 digits", "more than 1000000")),
+        (("--gpus", "8", "--global-batch-size", str(10**12)), ("--global-batch-size is 1000000000000",)),
+        (("--gpus", "9" * 5000), ("--gpus",)),
+    ],
+)
+def test_a_size_beyond_any_cluster_is_a_usage_error(run: Run, line: tuple[str, ...], words: tuple[str, ...]) -> None:
+    done = run("solve", *line)
+    done.assert_one_error(2, *words)
+    assert len(done.err) < 1000
+
+
+def test_a_list_with_thousands_of_digits_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="more than 9 digits"):
+        parse_counts("1," + "9" * 5000, "--tp")
+
+
+def test_a_plan_with_only_another_loss_names_no_parameter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ParameterRow(
+        name="head.weight", shape=(2,), gradient_difference=0.0, gradient_norm=1.0, step=1, verdict="equal"
+    )
+    report = VerifyReport(
+        ok=False,
+        loss_difference=0.01,
+        max_gradient_difference=0.0,
+        worst_parameter="head.weight",
+        rows=(row,),
+        num_processes=1,
+        plan_summary="pp 1",
+        tolerance=1e-5,
+    )
+    monkeypatch.setattr("planner.runner.verify", lambda *arguments, **options: report)
+    done = run("verify", "plan.py", "--json")
+    assert done.code == 1
+    assert "only the loss differs, by 1.0e-02 (at most 1e-05): every gradient is equal" in done.err
+    assert "head.weight" not in done.err

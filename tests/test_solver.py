@@ -26,6 +26,7 @@ from planner.model_profile import Edge, LayerClass, ModelProfile, Parameter
 from planner.plan import Plan
 from planner.solver import Solution, SolveRequest, branch, recompute, solve
 from planner.solver.recompute import RecomputeChoices
+from planner.solver.space import representatives
 from planner.units import format_bytes
 
 
@@ -473,3 +474,50 @@ def test_a_hand_written_plan_is_never_faster() -> None:
     solution = ask(profile, cluster, 6, ("pp_degree", "3"), ("recompute", "none"))
     plan = make_plan(profile, [2, 4], m=6, optimizer="adamw")
     assert solution.lower_bound_s <= cost.evaluate(plan, profile, cluster).step_time_s
+
+
+# Contradictions, sizes
+
+
+@pytest.mark.parametrize(("pin", "exclusion"), [("all", "all"), ("none", "none"), ("layers.1", "layers.1")])
+def test_recomputation_that_is_pinned_and_excluded_is_refused(pin: str, exclusion: str) -> None:
+    pins, exclusions = (("recompute", pin),), (("recompute", exclusion),)
+    with pytest.raises(UsageError, match=f"--pin recompute={pin} and --exclude recompute={exclusion} contradict"):
+        ask(equal_profile(4), make_cluster(2), 4, *pins, exclusions=exclusions)
+
+
+def test_a_stage_beyond_the_last_is_told_with_the_number_of_stages() -> None:
+    solution = ask(equal_profile(4), make_cluster(2), 4, ("stage:layers.3", "5"))
+    assert solution.conflict is not None
+    assert solution.conflict.message.startswith("layer 'layers.3' is pinned to stage 5, of at most 2 stages")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "batch", "words"),
+    [
+        (1_000_001, 8, "num_gpus is 1000001, more than 1000000"),
+        (10**3000, 8, "num_gpus is a number of about 29"),
+        (8, 10**9 + 1, "global_batch_size is 1000000001, more than 1000000000"),
+    ],
+)
+def test_sizes_that_no_search_ends_for_are_refused(num_gpus: int, batch: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        SolveRequest(num_gpus=num_gpus, global_batch_size=batch)
+
+
+def test_a_pin_of_thousands_of_digits_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="longer than 18 digits"):
+        ask(equal_profile(4), make_cluster(2), 4, ("tp_degree", "9" * 5000))
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 40), st.integers(0, 30))
+def test_few_ranks_stand_for_a_stage(node: int, tp: int, dp: int, first: int) -> None:
+    total = first + tp * dp
+    cluster = make_cluster(total, gpus_per_node=min(node, total), inter=(1e9, 1e-6))
+    pricer = cost.Pricer(equal_profile(2), cluster)
+    stage = tuple(range(first, total))
+    few = representatives(cluster, stage, tp)
+    assert set(few) <= set(stage)
+    assert len(few) <= 4 * node * tp
+    assert pricer.tensor_route(few, tp) == pricer.tensor_route(stage, tp)
+    assert pricer.data_route(few, tp) == pricer.data_route(stage, tp)

@@ -227,6 +227,17 @@ def shown(report: VerifyReport) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.parametrize("gpus", [(1, 0), (0, 7)])
+def test_ranks_must_be_in_order_from_0(write: Folder, gpus: tuple[int, ...]) -> None:
+    path = write()
+    text = path.read_text()
+    assert "'gpus': [0, 1]" in text
+    path.write_text(text.replace("'gpus': [0, 1]", f"'gpus': {list(gpus)}"))
+    with pytest.raises(VerifyError, match=r"not 0 to 1 in ascending order \(stage 0: \[") as told:
+        verify(path, timeout_s=120)
+    assert str(list(gpus)) in told.value.message
+
+
 # Right and wrong plans ---------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from planner.cli.verify import verify
 from planner.errors import PlannerError
 
 INTERRUPTED = 130
+MAX_SHOWN = 400  # characters of a usage error, which quotes the arguments
 TERMINATED = 128 + signal.SIGTERM
 
 app = typer.Typer(
@@ -84,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "planner"
-        _tell(error.format_message().rstrip("."), f"see `{command} --help`")
+        message = error.format_message().rstrip(".")
+        if len(message) > MAX_SHOWN:
+            message = f"{message[: MAX_SHOWN // 2]} ... {message[-MAX_SHOWN // 2 :]}"
+        _tell(message, f"see `{command} --help`")
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

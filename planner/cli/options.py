@@ -5,11 +5,17 @@ import math
 from planner.errors import UsageError
 from planner.units import parse_seconds
 
+MAX_DIGITS = 9
+
 
 def parse_counts(text: str | None, option: str) -> tuple[int, ...] | None:
     """Return '1,2,4' as ascending positive integers without repeats; None stays None."""
     if text is None:
         return None
+    if any(len(part.strip()) > MAX_DIGITS for part in text.split(",")):
+        raise UsageError(
+            f"{option} has a number of more than {MAX_DIGITS} digits", hint=f"write it like {option} 1,2,4"
+        )
     try:
         counts = {int(part) for part in text.split(",")}
     except ValueError:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SAMPLES_PER_GPU = 8
 NO_PLAN = 1
+MANY_GPUS, MANY_GPUS_LIMIT_S = 16384, 60.0  # more are searched for this long, unless told otherwise
 
 
 def solve(
@@ -49,7 +50,8 @@ def solve(
     ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=0, help="How many runner-ups to show.")] = 3,
     time_limit: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Stop searching after this time, with the gap told: 60s.")
+        str | None,
+        typer.Option(metavar="TIME", help="Stop searching after this time, with the gap told (60s above 16384 GPUs)."),
     ] = None,
     theoretical: Annotated[bool, typer.Option("--theoretical", help="Allow plans that can't be emitted yet.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a plan that was edited by hand.")] = False,
@@ -59,8 +61,15 @@ def solve(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Solve for the fastest plan within memory, and write it as plain PyTorch code."""
+    from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, check_size
+
     pins, exclusions = parse_pairs(pin or [], "--pin"), parse_pairs(exclude or [], "--exclude")
     limit = parse_duration(time_limit, "--time-limit")
+    if limit is None and gpus > MANY_GPUS:
+        limit = MANY_GPUS_LIMIT_S
+    batch = global_batch_size or SAMPLES_PER_GPU * gpus
+    check_size("--gpus", gpus, MAX_NUM_GPUS)
+    check_size("--global-batch-size", batch, MAX_GLOBAL_BATCH_SIZE)
     file = load_profile(profile)
     say(describe_profile(file))
     chosen = choose_cluster(cluster, gpus, file.profile)
@@ -68,7 +77,6 @@ def solve(
     for warning in (device_mismatch(file.profile, chosen), shared_cores(chosen)):
         if warning:
             say(f"warning: {warning}")
-    batch = global_batch_size or SAMPLES_PER_GPU * gpus
     precision = precision or ("bf16-mixed" if file.profile.provenance.dtype == "bfloat16" else "fp32")
     say(f"step: {batch} samples, {optimizer}, {precision}")
 

@@ -53,7 +53,10 @@ def verify(
 
         write_table(verify_table(report))
     if not report.ok:
-        say(f"error: {plan} does not compute what one process computes; worst: {report.worst_parameter}")
+        wrong = [row.name for row in report.rows if not row.is_equal]
+        loss = f"only the loss differs, by {report.loss_difference:.1e} (at most {report.tolerance:g})"
+        what = f"worst: {report.worst_parameter}" if wrong else f"{loss}: every gradient is equal"
+        say(f"error: {plan} does not compute what one process computes; {what}")
         raise typer.Exit(FAILED)
 
 

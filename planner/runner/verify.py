@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import VerifyError
-from planner.plan import greatest_common_rows, read_plan
+from planner.plan import Plan, greatest_common_rows, read_plan
 from planner.records import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
 from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, ExactJob, Reference
 from planner.runner.pool import WorkerPool
@@ -81,6 +81,7 @@ def verify(
     """
     plan_path = plan_path.resolve()
     plan = read_plan(plan_path)
+    _check_ranks(plan, plan_path)
     spec = find_model(plan, plan_path, model)
     deadline_s = time.monotonic() + timeout_s
 
@@ -181,3 +182,14 @@ def verify(
         plan_summary=plan_summary(subject.plan),
         tolerance=TOLERANCE,
     )
+
+
+def _check_ranks(plan: Plan, path: Path) -> None:
+    """Raise VerifyError unless the stages hold the ranks 0 to n - 1 in order, as the runtime of a plan needs."""
+    ranks = [rank for stage in plan.stages for rank in stage.gpus]
+    if ranks != list(range(len(ranks))):
+        listed = "; ".join(f"stage {index}: {list(stage.gpus)}" for index, stage in enumerate(plan.stages))
+        raise VerifyError(
+            f"{path.name}: the ranks of its stages are not 0 to {len(ranks) - 1} in ascending order ({listed})",
+            hint="undo the edit of `gpus` in the plan, or solve again",
+        )

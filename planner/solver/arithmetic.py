@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from planner.solver.solution import Conflict
 from planner.solver.space import Space, divisors
+from planner.units import counted
 
 
 def arithmetic_conflict(space: Space) -> Conflict:
@@ -36,6 +37,15 @@ def _pinned_conflict(space: Space) -> Conflict | None:
     if pins.cuts is not None and pp is not None and pp != len(pins.cuts) + 1:
         count = len(pins.cuts)
         return Conflict(constraint="pins", message=f"{count} cuts make {count + 1} stages, not pp_degree {pp}")
+    if pins.stages:
+        most = max((pp for pp, _, _ in replace(space, pins=replace(pins, stages=())).degrees()), default=0)
+        layer, stage = max(pins.stages, key=lambda pin: pin[1])
+        if 0 < most <= stage:
+            name = profile.layers[layer].name
+            return Conflict(
+                constraint="pins",
+                message=f"layer {name!r} is pinned to stage {stage}, of at most {counted(most, 'stage')} (from 0)",
+            )
     product = (pp or 1) * (tp or 1) * pinned.get("dp_degree", 1)
     everything = all(key in pinned for key in ("pp_degree", "tp_degree", "dp_degree"))
     if request.num_gpus % product or (everything and product != request.num_gpus):

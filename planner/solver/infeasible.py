@@ -11,10 +11,10 @@ from planner.solver.arithmetic import arithmetic_conflict
 from planner.solver.branch import Span
 from planner.solver.problem import Problem, Setting
 from planner.solver.problems import Problems
-from planner.solver.request import SolveRequest
+from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, SolveRequest
 from planner.solver.settings import with_shardings
 from planner.solver.solution import Conflict, Repair
-from planner.solver.space import Space, divisors, tensor_routes
+from planner.solver.space import Space, divisors
 from planner.units import format_bytes
 
 MAX_REPAIRS = 4
@@ -82,8 +82,8 @@ def _lean_settings(space: Space) -> Iterator[Setting]:
             seen.add(key)
         elif key in seen:
             continue
-        gpus = space.stage_gpus(setting.pp_degree, setting.tp_degree, setting.dp_degree)
-        routes = tuple(dict.fromkeys(tensor_routes(space.pricer, gpus, setting.tp_degree)))
+        over = space.stage_routes(setting.pp_degree, setting.tp_degree, setting.dp_degree)
+        routes = tuple(dict.fromkeys(over.tensor))
         for shardings in space.combinations(setting.tp_degree, setting.microbatch_size, routes)[0]:
             yield with_shardings(setting, shardings)
 
@@ -150,7 +150,7 @@ def _candidates(space: Space, conflict: Conflict) -> Iterator[tuple[str, Cluster
     if conflict.constraint in ("batch", "warm-up"):
         for factor in divisors(request.num_gpus)[1:]:
             batch = -(-request.global_batch_size // factor) * factor
-            if batch != request.global_batch_size:
+            if request.global_batch_size < batch <= MAX_GLOBAL_BATCH_SIZE:
                 yield f"--global-batch-size {batch}", cluster, replace(request, global_batch_size=batch)
     scalars = conflict.constraint == "scalar-parameters"
     if scalars and request.precision == "bf16-mixed":  # bf16 reads the same profile, fp32 would need another
@@ -170,6 +170,8 @@ def _candidates(space: Space, conflict: Conflict) -> Iterator[tuple[str, Cluster
             if needed > 2 * factor * (conflict.available_bytes or needed):
                 continue  # states divide by the GPUs at best, and half of the need may be activations
             num_gpus = factor * request.num_gpus
+            if num_gpus > MAX_NUM_GPUS:
+                break
             groups = cluster.node_groups
             while sum(group.count * group.gpus_per_node for group in groups) < num_gpus:
                 groups = (*groups, *groups)

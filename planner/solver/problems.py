@@ -11,7 +11,7 @@ from planner.plan import Origin, Plan, Stage
 from planner.solver.branch import Span
 from planner.solver.problem import Position, Problem, Setting
 from planner.solver.recompute import Choice
-from planner.solver.space import Shardings, Space, tensor_routes
+from planner.solver.space import Shardings, Space
 from planner.solver.tables import Bools, Crossing, LayerTable, StateTable
 
 
@@ -25,27 +25,11 @@ class Problems:
         self._spines: dict[tuple[int, int, Shardings, Route], tuple[tuple[int, ...], ...]] = {}
         self._masks: dict[int, list[Bools]] = {}
 
-    @property
-    def recompute_choices(self) -> list[tuple[bool, ...]]:
-        """Whether each layer may be kept, recomputed, or either, by pins and exclusions."""
-        pins, exclusions = self.space.pins, self.space.exclusions
-        choices: list[tuple[bool, ...]] = []
-        for index in range(len(self.space.pricer.profile.layers)):
-            allowed = {False, True}
-            if pins.recompute == "none" or exclusions.recompute == "all" or index in exclusions.recomputed:
-                allowed &= {False}
-            if pins.recompute == "all" or exclusions.recompute == "none":
-                allowed &= {True}
-            if pins.recompute == "named":
-                allowed &= {index in pins.recomputed}
-            choices.append(tuple(sorted(allowed)))
-        return choices
-
     def of(self, setting: Setting, *, memory_bytes: int | None = None) -> Problem:
         """Return the problem of a setting; `memory_bytes` replaces the GPUs' own memory."""
         pricer, space = self.space.pricer, self.space
         pp, tp, dp, rows = setting.pp_degree, setting.tp_degree, setting.dp_degree, setting.microbatch_size
-        gpus = space.stage_gpus(pp, tp, dp)
+        over = space.stage_routes(pp, tp, dp)
         if rows not in self._crossings:
             self._crossings[rows] = Crossing.of(pricer, rows)
         rules = StateRules(space.request.optimizer, space.request.precision, setting.data_parallel, dp)
@@ -53,11 +37,11 @@ class Problems:
         states: dict[tuple[Route, Route], StateTable] = {}
         positions = []
         masks = self._allowed(pp)
-        for s, route in enumerate(tensor_routes(pricer, gpus, tp)):
+        for s, route in enumerate(over.tensor):
             key = (rows, tp, setting.shardings, route)
             if key not in self._tables:
                 table = LayerTable(
-                    pricer, self._crossings[rows], rows, tp, shardings, route, self.recompute_choices
+                    pricer, self._crossings[rows], rows, tp, shardings, route, space.recompute_choices
                 )  # fmt: skip
                 self._tables[key] = table
                 profile = pricer.profile
@@ -66,7 +50,7 @@ class Problems:
                     spine(profile, table.backward.tolist(), gradients=True),
                 )
             table = self._tables[key]
-            dp_route = pricer.data_route(gpus[s], tp)
+            dp_route = over.data[s]
             if (route, dp_route) not in states:
                 states[route, dp_route] = StateTable.of(
                     table, rules, pricer.cluster.gpu_at(0), tp, dp_route, pricer.cluster.memory_reserve
@@ -75,7 +59,7 @@ class Problems:
                 Position(
                     layers=table,
                     states=states[route, dp_route],
-                    budget_bytes=memory_bytes or min(pricer.cluster.gpu_at(rank).memory for rank in gpus[s]),
+                    budget_bytes=memory_bytes or pricer.cluster.gpu_at(0).memory,
                     in_flight=setting.num_microbatches if setting.schedule == "gpipe" else pp - s,
                     allowed=masks[s],
                 )
@@ -86,7 +70,7 @@ class Problems:
         return Problem(
             setting,
             positions,
-            {(s, s + 1): pricer.message_route(gpus[s], gpus[s + 1]) for s in range(pp - 1)},
+            {(s, s + 1): route for s, route in enumerate(over.messages)},
             (spines[0], spines[1]),
             [(shared, repeat[2]) for shared, repeat in zip(pricer.shared, pricer.repeats(tp, shardings), strict=True)],
             rules,

@@ -11,6 +11,9 @@ from planner.plan import DATA_PARALLEL_MODES, SCHEDULES, Optimizer, Precision
 
 COUNTS = ("pp_degree", "tp_degree", "dp_degree", "microbatch_size", "num_microbatches")
 WORDS: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "data_parallel": DATA_PARALLEL_MODES}
+MAX_NUM_GPUS = 1_000_000
+MAX_GLOBAL_BATCH_SIZE = 1_000_000_000
+MAX_DIGITS = 18  # of a count: no pin is larger, and Python converts no text of thousands of digits
 KEYS = (*COUNTS, *WORDS, "recompute", "cuts", "stage:LAYER")
 
 Pair = tuple[str, str]
@@ -41,6 +44,16 @@ class SolveRequest:
         for name in ("num_gpus", "global_batch_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, less than 1", hint="give a positive number")
+        check_size("num_gpus", self.num_gpus, MAX_NUM_GPUS)
+        check_size("global_batch_size", self.global_batch_size, MAX_GLOBAL_BATCH_SIZE)
+
+
+def check_size(name: str, value: int, most: int) -> None:
+    """Raise UsageError where a number is larger than any that is searched for."""
+    if value > most:
+        digits = value.bit_length() * 3 // 10  # about log10(2) each; printing thousands of them is refused by Python
+        shown = str(value) if digits <= MAX_DIGITS else f"a number of about {digits} digits"
+        raise UsageError(f"{name} is {shown}, more than {most}", hint=f"give at most {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,8 @@ def _layer(profile: ModelProfile, name: str, what: str) -> int:
 
 
 def _count(text: str, what: str, least: int = 1) -> int:
+    if len(text) > MAX_DIGITS:
+        raise UsageError(f"{what} is longer than {MAX_DIGITS} digits: {text[:MAX_DIGITS]}...", hint="give a count")
     if not text.isdecimal() or int(text) < least:
         raise UsageError(f"{what}={text} is no count of at least {least}", hint=f"write it like {what}={max(least, 2)}")
     return int(text)

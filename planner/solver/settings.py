@@ -10,7 +10,7 @@ over all stages, which is linear in layers, so that cuts don't matter.
 from planner.cost.communication import Route, collective_s
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
 from planner.solver.problem import Setting
-from planner.solver.space import Shardings, Space, least_route, tensor_routes
+from planner.solver.space import Shardings, Space, least_route
 
 
 def settings_with_bounds(space: Space) -> tuple[list[tuple[float, Setting]], float]:
@@ -18,7 +18,7 @@ def settings_with_bounds(space: Space) -> tuple[list[tuple[float, Setting]], flo
 
     Settings whose parameters, gradients and optimizer states fit in no stage's memory are not listed: no plan fits.
     """
-    memory = max(space.pricer.cluster.gpu_at(rank).memory for rank in range(space.request.num_gpus))
+    memory = space.pricer.cluster.gpu_at(0).memory  # one GPU type, see `solve`
     found: list[tuple[float, Setting]] = []
     left_out = float("inf")
     pricer = space.pricer
@@ -28,14 +28,14 @@ def settings_with_bounds(space: Space) -> tuple[list[tuple[float, Setting]], flo
     combinations: dict[tuple[int, int, tuple[Route, ...]], tuple[list[Shardings], bool]] = {}
     for setting in space.settings():
         pp, tp, dp, rows = setting.pp_degree, setting.tp_degree, setting.dp_degree, setting.microbatch_size
-        gpus = space.stage_gpus(pp, tp, dp)
-        routes = tuple(dict.fromkeys(tensor_routes(pricer, gpus, tp)))
+        over = space.stage_routes(pp, tp, dp)
+        routes = tuple(dict.fromkeys(over.tensor))
         if (tp, rows, routes) not in combinations:
             combinations[tp, rows, routes] = space.combinations(tp, rows, routes)
         choices, complete = combinations[tp, rows, routes]
         rules = StateRules(space.request.optimizer, space.request.precision, setting.data_parallel, dp)
         tp_route = least_route(routes)
-        dp_route = least_route([pricer.data_route(stage, tp) for stage in gpus])
+        dp_route = least_route(over.data)
         for shardings in choices:
             seconds, num_bytes = _totals(space, setting, shardings, counts, rules, tp_route, dp_route)
             if num_bytes / pp + pricer.cluster.memory_reserve <= memory:

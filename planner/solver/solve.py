@@ -1,5 +1,7 @@
 """`solve`: the fastest plan within memory, with its proof; or why there is none."""
 
+from collections.abc import Iterator
+
 from planner.cluster import Cluster
 from planner.cost.evaluate import Pricer
 from planner.cost.states import WORKING_BYTES
@@ -98,4 +100,17 @@ def _space(profile: ModelProfile, cluster: Cluster, request: SolveRequest) -> Sp
         )
     pins = read_pins(request.pins, profile, "--pin")
     exclusions = read_pins(request.exclusions, profile, "--exclude")
-    return Space(Pricer(profile, cluster), request, pins, exclusions)
+    space = Space(Pricer(profile, cluster), request, pins, exclusions)
+    for layer, choices in zip(profile.layers, space.recompute_choices, strict=True):
+        if not choices:
+            given = [f"{option} recompute={value}" for option, key, value in _given(request) if key == "recompute"]
+            raise UsageError(
+                f"{' and '.join(given)} contradict each other: layer {layer.name!r} may be neither kept nor recomputed",
+                hint="leave out one of them",
+            )
+    return space
+
+
+def _given(request: SolveRequest) -> Iterator[tuple[str, str, str]]:
+    for option, pairs in (("--pin", request.pins), ("--exclude", request.exclusions)):
+        yield from ((option, key, value) for key, value in pairs)

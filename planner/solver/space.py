@@ -16,10 +16,13 @@ Constraints have names, which an infeasible problem quotes:
     pins          what people fixed or excluded
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
+from planner.cluster import Cluster
 from planner.cost.communication import Route
 from planner.cost.evaluate import Pricer
 from planner.cost.layers import REPLICATED, LayerNumbers, parameter_sharding, tie_conflict
@@ -32,10 +35,20 @@ MAX_COMBINATIONS = 256
 Shardings = tuple[tuple[str, str], ...]
 
 
+@cache
 def divisors(number: int) -> list[int]:
     """Return the divisors in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoutes:
+    """Over what the stages of given degrees talk, by stage: inside it for tensor and data parallelism, to the next."""
+
+    tensor: tuple[Route, ...]
+    data: tuple[Route, ...]
+    messages: tuple[Route, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,9 @@ class Space:
     request: SolveRequest
     pins: Pins
     exclusions: Pins
+    _routes: dict[tuple[int, int, int], "StageRoutes"] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
     def admits(self, key: str, value: int | str) -> bool:
         """Return whether pins and exclusions leave a decision this value."""
@@ -132,10 +148,45 @@ class Space:
                             data_parallel=mode,
                         )
 
+    @property
+    def recompute_choices(self) -> list[tuple[bool, ...]]:
+        """Whether each layer may be kept, recomputed, or either, by pins and exclusions."""
+        pins, exclusions = self.pins, self.exclusions
+        choices: list[tuple[bool, ...]] = []
+        for index in range(len(self.pricer.profile.layers)):
+            allowed = {False, True}
+            if pins.recompute == "none" or exclusions.recompute == "all" or index in exclusions.recomputed:
+                allowed &= {False}
+            if pins.recompute == "all" or exclusions.recompute == "none":
+                allowed &= {True}
+            if pins.recompute == "named":
+                allowed &= {index in pins.recomputed}
+            choices.append(tuple(sorted(allowed)))
+        return choices
+
     def stage_gpus(self, pp: int, tp: int, dp: int) -> list[tuple[int, ...]]:
         """Return the GPUs of every stage: blocks of consecutive ranks, tensor-parallel index fastest."""
         size = tp * dp
         return [tuple(range(stage * size, (stage + 1) * size)) for stage in range(pp)]
+
+    def stage_routes(self, pp: int, tp: int, dp: int) -> StageRoutes:
+        """Return the routes of every stage; kept, since looking at every GPU takes long for many."""
+        key = (pp, tp, dp)
+        if key not in self._routes:
+            pricer, gpus = self.pricer, self.stage_gpus(pp, tp, dp)
+            alike = [representatives(self.pricer.cluster, stage, tp) for stage in gpus]
+            self._routes[key] = StageRoutes(
+                tensor=tuple(pricer.tensor_route(stage, tp) for stage in alike),
+                data=tuple(pricer.data_route(stage, tp) for stage in alike),
+                messages=tuple(self._message_route(gpus[s], gpus[s + 1]) for s in range(pp - 1)),
+            )
+        return self._routes[key]
+
+    def _message_route(self, source: tuple[int, ...], target: tuple[int, ...]) -> Route:
+        size = regular_node_size(self.pricer.cluster)
+        if size is not None and len(source) >= size:  # as far apart as a node is large: no pair is inside one
+            source, target = source[:1], target[:1]
+        return self.pricer.message_route(source, target)
 
     def combinations(self, tp: int, rows: int, routes: Sequence[Route]) -> tuple[list[Shardings], bool]:
         """Return the choices of sharding per layer class worth trying, and whether these are all.
@@ -219,9 +270,28 @@ def _comparable(numbers: LayerNumbers) -> list[float]:
     ]
 
 
-def tensor_routes(pricer: Pricer, gpus: Sequence[tuple[int, ...]], tp: int) -> list[Route]:
-    """Return the tensor-parallel route of every stage."""
-    return [pricer.tensor_route(stage, tp) for stage in gpus]
+def regular_node_size(cluster: Cluster) -> int | None:
+    """Return the GPUs of every node where only the last node may have fewer, so that rank r is on node r // size."""
+    *groups, last = cluster.node_groups
+    size = groups[0].gpus_per_node if groups else last.gpus_per_node
+    regular = all(group.gpus_per_node == size for group in groups)
+    return size if regular and (last.gpus_per_node == size or (last.count == 1 and last.gpus_per_node < size)) else None
+
+
+def representatives(cluster: Cluster, stage: tuple[int, ...], tp_degree: int) -> tuple[int, ...]:
+    """Return consecutive ranks with the same routes as `stage`, fewer where its nodes repeat.
+
+    How the groups of a stage lie over whole nodes repeats every lcm(node, tp_degree) ranks. The first such period
+    of whole nodes stays, whole periods after it are cut out, and so all that is told apart is still there: the number
+    of a group's ranks on a node, and whether it is on one node.
+    """
+    size = regular_node_size(cluster)
+    if size is None:
+        return stage
+    period = math.lcm(size, tp_degree)
+    head = -stage[0] % size + period
+    cut = max(0, (len(stage) - head) // period - 1) * period
+    return stage[:head] + stage[head + cut :]
 
 
 def least_route(routes: Sequence[Route]) -> Route:
@@ -229,4 +299,4 @@ def least_route(routes: Sequence[Route]) -> Route:
     return Route(max(r.bandwidth_bytes_per_s for r in routes), min(r.latency_s for r in routes))
 
 
-__all__ = ["Setting", "Shardings", "Space", "divisors", "least_route", "tensor_routes"]
+__all__ = ["Setting", "Shardings", "Space", "divisors", "least_route"]
