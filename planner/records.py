@@ -76,6 +76,12 @@ def _field_names(record: type[Record], location: tuple[int | str, ...]) -> list[
     return sorted({name for found in _records_at(record, location[:-1]) for name in found.model_fields})
 
 
+def reason(error: ValueError) -> str:
+    """Return what is wrong in one sentence: of several problems of a record, the first."""
+    message: str = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return message.removeprefix("Value error, ")
+
+
 def _short(value: Any) -> str:
     """Return a value for a message: what is long is cut."""
     if isinstance(value, int) and abs(value) >= 10**40:

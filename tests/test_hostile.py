@@ -12,7 +12,7 @@ import pytest
 
 from planner.emitter import emit, write_plan
 from planner.emitter.check import check_generated, check_header
-from planner.errors import EmitError, FileFormatError, UsageError
+from planner.errors import CaptureError, EmitError, FileFormatError, UsageError
 from planner.model_profile import ModelProfile, read_profile, write_profile
 from planner.profiler import profile_model
 from planner.program import MAX_DEPTH, constant_name, function_name, identifier, method_name, qualified_name
@@ -352,3 +352,12 @@ def test_keys_that_are_no_identifiers_and_numbered_parameters(tmp_path: Path) ->
         'getattr(self.scales, "1")',
     ):
         assert expression in text
+
+
+def test_a_key_that_no_name_can_hold_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "space.py").write_text(UNUSUAL.replace("a-b", "a b"))
+    with pytest.raises(CaptureError) as caught:
+        profile_model(str(tmp_path / "space.py"), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,))
+    assert "the model: `parts.a b` can't be part of a program: 'parts.a b' is not the name" in caught.value.message
+    assert "pydantic" not in caught.value.message
+    assert "\n" not in caught.value.message

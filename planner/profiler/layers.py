@@ -13,6 +13,7 @@ from planner.errors import CaptureError
 from planner.model_profile import Edge, Layer
 from planner.profiler.recorder import Call, Unsupported, is_leaf
 from planner.program import BatchInt, Dtype, Node, ParamRef, Program, Ref, Tensor, dtype_bytes, leaves, map_argument
+from planner.records import reason
 
 _RANDOM = {
     "dropout",
@@ -92,7 +93,7 @@ def build_program(
         return leaf
 
     for call in calls:
-        where = f"{call.location or call.scope}: `{call.target or call.kind}`"
+        where = f"{call.location or call.scope or 'the model'}: `{call.target or call.kind}`"
         for leaf in leaves((call.args, call.kwargs, call.result)):
             if isinstance(leaf, Unsupported):
                 raise CaptureError(
@@ -124,7 +125,7 @@ def build_program(
             )
         except ValueError as error:
             raise CaptureError(
-                f"{where} can't be part of a program: {error}", hint="put that code into a module of its own"
+                f"{where} can't be part of a program: {reason(error)}", hint="put that code into a module of its own"
             ) from None
     described = {name: tensors[number] for number, name in named.items()}
     return Program(
