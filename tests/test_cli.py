@@ -201,10 +201,10 @@ def test_python_dash_m(folder: Path) -> None:
     ("arguments", "words"),
     [
         (["solve"], ["--gpus", "planner solve --help"]),
-        (["solve", "--gpus", "0"], ["--gpus", "1"]),
+        (["solve", "--gpus", "0"], ["--gpus 0 is less than 1"]),
         (["solve", "--gpus", "-4"], ["--gpus", "1"]),
         (["solve", "--gpus", "four"], ["--gpus"]),
-        (["solve", "--gpus", "4", "--global-batch-size", "0"], ["--global-batch-size"]),
+        (["solve", "--gpus", "4", "--global-batch-size", "0"], ["--global-batch-size 0 is less than 1"]),
         (["solve", "--gpus", "4", "--pin", "tp_degree"], ["--pin 'tp_degree'", "KEY=VALUE"]),
         (["solve", "--gpus", "4", "--exclude", "=2"], ["--exclude '=2'", "KEY=VALUE"]),
         (["solve", "--gpus", "4", "--time-limit", "soon"], ["--time-limit", "90s"]),

@@ -16,6 +16,7 @@ from planner.cli.inputs import (
 )
 from planner.cli.options import parse_duration, parse_pairs
 from planner.cli.output import progress_bar, say, write_json, write_line, write_table
+from planner.errors import UsageError
 from planner.local_cluster import shared_cores
 from planner.plan import Optimizer, Precision
 
@@ -29,14 +30,14 @@ MANY_GPUS, MANY_GPUS_LIMIT_S = 16384, 60.0  # more are searched for this long, u
 
 
 def solve(
-    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, help="How many GPUs to plan for.")],
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="How many GPUs to plan for.")],
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="The profile (the newest in profiles/).")] = None,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="h100-sxm or another shipped name, or a .toml (the profile's GPUs)."),
     ] = None,
     global_batch_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help=f"Samples per step ({SAMPLES_PER_GPU} per GPU).")
+        int | None, typer.Option(metavar="N", help=f"Samples per step ({SAMPLES_PER_GPU} per GPU).")
     ] = None,
     optimizer: Annotated[Optimizer, typer.Option(help="Whose states to count.")] = "adamw",
     precision: Annotated[
@@ -61,6 +62,9 @@ def solve(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Solve for the fastest plan within memory, and write it as plain PyTorch code."""
+    for option, count in (("--gpus", gpus), ("--global-batch-size", global_batch_size)):
+        if count is not None and count < 1:
+            raise UsageError(f"{option} {count} is less than 1", hint="give a positive number")
     from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, check_size
 
     pins, exclusions = parse_pairs(pin or [], "--pin"), parse_pairs(exclude or [], "--exclude")
