@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from planner.errors import FileFormatError
+from planner.names import identifier
 from planner.program import (
     DtypeName,
     Encoded,
@@ -20,7 +21,6 @@ from planner.program import (
     PlainText,
     Program,
     QualifiedName,
-    identifier,
 )
 from planner.records import (
     ByteCount,

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "planner"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner", "errors"),
     ("units",),
-    ("records",),
+    ("records", "names"),
     ("program",),
     ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
     ("graph", "schedule", "cost"),

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from planner.errors import EmitError
-from planner.program import attribute_name, constant_name, dtype_name, function_name, method_name, qualified_name
+from planner.names import attribute_name, function_name, method_name, qualified_name
+from planner.program import constant_name, dtype_name
 
 _NAMESPACES = {"torch": "torch", "F": "torch.nn.functional", "operator": "operator", "math": "math"}
 _HELPERS = {"Value", "Output", "TensorParallel", "Column", "Row", "Vocabulary", "PlanStage", "enter", "layers"}

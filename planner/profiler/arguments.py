@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from planner.errors import ProfileError
+from planner.names import function_name
 from planner.program import (
     MODEL_DTYPE,
     BatchInt,
@@ -20,7 +21,6 @@ from planner.program import (
     ParamRef,
     Ref,
     TrainingValue,
-    function_name,
 )
 
 Environment = dict[str, Any]
