@@ -12,7 +12,7 @@ from torch import nn
 from planner.errors import CaptureError
 from planner.model_profile import Edge, Layer
 from planner.profiler.recorder import Call, Unsupported, is_leaf
-from planner.program import BatchInt, Dtype, Node, ParamRef, Program, Ref, Tensor, dtype_bytes, leaves, map_argument
+from planner.program import BatchInt, Dtype, Node, ParamRef, Program, Ref, Tensor, leaves, map_argument
 from planner.records import reason
 
 _RANDOM = {
@@ -341,11 +341,3 @@ def describe_class(program: Program, segment: Segment, model: nn.Module, trainab
         target = _relative(node.target, segment.module) if node.kind == "module" else node.target
         parts.append((node.kind, target, parameters, arguments, results))
     return tuple(parts)
-
-
-def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor of a known shape."""
-    size = dtype_bytes(dtype)
-    for dim in shape:
-        size *= dim
-    return size
