@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from planner.errors import CaptureError, PlannerError, UsageError
+from planner.torchvision_operators import declare_missing_operators
 
 _SPEC = re.compile(r"(?P<path>.+):(?P<name>[^\W\d]\w*)")
 
@@ -41,6 +42,7 @@ def load_model_file(spec: str, *, inputs: str | None = None) -> ModelFile:
     with the file's own line where importing it raises.
     """
     path, build_function = split_spec(spec)
+    declare_missing_operators()
     if path.is_dir() or path.suffix == ".json":
         from planner.hugging_face import hugging_face_model
 

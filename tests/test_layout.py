@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "planner"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner", "errors"),
     ("units",),
-    ("records", "names"),
+    ("records", "names", "torchvision_operators"),
     ("program",),
     ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
     ("graph", "schedule", "cost"),
@@ -25,7 +25,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 ENGINES = {"profiler", "solver", "emitter", "runner"}
 FLOOR = {name: index for index, names in enumerate(FLOORS) for name in names}
 WITH_TORCH = ("planner/profiler/", "planner/runner/", "planner/emitter/runtime/")
-WITH_TORCH_INSIDE_FUNCTIONS = ("planner/model_file.py", "planner/hugging_face.py", "planner/shrink.py")
+WITH_TORCH_INSIDE_FUNCTIONS = (
+    "planner/model_file.py",
+    "planner/hugging_face.py",
+    "planner/shrink.py",
+    "planner/torchvision_operators.py",
+)
 HEAVY = {"torch", "transformers"}
 SLOW_TO_IMPORT = {"torch", "transformers", "ortools", "networkx", "numpy"}
 

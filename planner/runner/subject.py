@@ -166,7 +166,8 @@ def packages_to_preload(spec: str) -> tuple[str, ...]:
             names = []
         return ("transformers", *(f"transformers:{name}" for name in names))
     try:
-        tree = ast.parse(path.read_bytes())
+        source = path.read_bytes()
+        tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return ()
     found: list[str] = []
@@ -175,8 +176,8 @@ def packages_to_preload(spec: str) -> tuple[str, ...]:
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in _LIBRARIES]
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in _LIBRARIES:
             found += [node.module, *(f"{node.module}:{alias.name}" for alias in node.names)]
-    if any(name.split(":")[0].split(".")[0] == "timm" for name in found):
-        return ()  # imports torchvision, whose operators a model file may have to declare first
+    if b"Library(" in source:
+        return ()  # it declares operators, perhaps those of torchvision, before it imports what needs them
     return tuple(found)
 
 

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from planner.runner.rank import run_rank
+from planner.torchvision_operators import declare_missing_operators
 
 _IMPORTS = (
     "torch",
@@ -40,6 +41,7 @@ def main(descriptor: int) -> None:
     children: set[int] = set()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        declare_missing_operators()
         _preload(_IMPORTS)
         _tell(control, "ready", os.getpid())
         while True:
