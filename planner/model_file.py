@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from planner.errors import CaptureError, PlannerError, UsageError
+from planner.example_rows import for_any_rows, takes_rows
 from planner.torchvision_operators import declare_missing_operators
 
 _SPEC = re.compile(r"(?P<path>.+):(?P<name>[^\W\d]\w*)")
@@ -24,7 +25,10 @@ _SPEC = re.compile(r"(?P<path>.+):(?P<name>[^\W\d]\w*)")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFile:
-    """The functions of a model file; `loss_fn` and `example_target` are None where the file has none."""
+    """The functions of a model file; `loss_fn` and `example_target` are None where the file has none.
+
+    `notes` is what a user should know of how they are called.
+    """
 
     path: Path
     build: Callable[[], Any]
@@ -33,6 +37,7 @@ class ModelFile:
     example_target: Callable[[int], Any] | None = None
     build_function: str = "build_model"
     inputs_function: str = "example_inputs"
+    notes: tuple[str, ...] = ()
 
 
 def load_model_file(spec: str, *, inputs: str | None = None) -> ModelFile:
@@ -59,14 +64,17 @@ def load_model_file(spec: str, *, inputs: str | None = None) -> ModelFile:
         if not callable(function):
             raise _missing_function(path, tree, name, build_function, inputs_function)
         functions[name] = function
+    target = _optional_function(module, path, "example_target")
+    fixed = [name for name in (inputs_function, "example_target") if not takes_rows(getattr(module, name, len))]
     return ModelFile(
         path=path,
         build=functions[build_function],
-        example_inputs=functions[inputs_function],
+        example_inputs=for_any_rows(functions[inputs_function], path),
         loss_fn=_optional_function(module, path, "loss_fn"),
-        example_target=_optional_function(module, path, "example_target"),
+        example_target=None if target is None else for_any_rows(target, path),
         build_function=build_function,
         inputs_function=inputs_function,
+        notes=tuple(f"{name}() takes no number of rows: those that it returns are repeated" for name in fixed),
     )
 
 

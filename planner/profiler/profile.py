@@ -128,7 +128,13 @@ def profile_model(
         edges=tuple(make_edges(program, segments, derived)),
         program=program,
         input_only_values=tuple(sorted(derived - set(program.inputs))),
-        notes=(*captured.notes, *_hint_notes(captured, classes), *_loss_notes(captured), *_noise_notes(costs)),
+        notes=(
+            *file.notes,
+            *captured.notes,
+            *_hint_notes(captured, classes),
+            *_loss_notes(captured),
+            *_noise_notes(costs),
+        ),
     )
 
 

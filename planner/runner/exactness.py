@@ -26,6 +26,7 @@ from planner.runner.batches import Batch, make_batches
 from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
 from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Reference
 from planner.runner.rank import RankContext
+from planner.runner.stand_in import NOT_PROVED, own_loss, with_loss
 from planner.shrink import Shrink, shrink_model_file
 from planner.units import counted
 
@@ -58,11 +59,14 @@ def inspect_model(context: RankContext, spec: str, inputs_function: str, shrink:
 def run_reference(context: RankContext, job: ExactJob) -> Reference:
     """Write the data, the parameters and each step's gradients of one process to a file; return what to tell of it."""
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
+    has_loss, model_file = model_file.loss_fn is not None, with_loss(model_file)
     notes, not_proved = [], []
     with exact_arithmetic() as mode:
         model, dropped = build_exact(model_file)
         batches = make_batches(model_file, model, job.global_batch_size, NUM_STEPS)
         _check_repeatable(model, model_file, batches[0], job.microbatch_size)
+        if not has_loss and own_loss(_output_without_gradients(model, batches[0], job.microbatch_size)) is None:
+            not_proved.append(NOT_PROVED)
         whole = _loss_without_gradients(model, model_file, batches[0], job.global_batch_size)
         saved: dict[str, Any] = {
             "batches": batches,
@@ -106,6 +110,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
 def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Comparison]] | None:
     """Return, on rank 0, the largest difference of the loss and the comparison of every parameter; None elsewhere."""
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
+    model_file = with_loss(model_file)
     plan = import_plan(job.plan_path)
     if hasattr(plan, "checkpoint"):  # what backward computes again, it computes outside the modes of the forward
         vars(plan)["checkpoint"] = partial(checkpoint, context_fn=lambda: (nullcontext(), exact_arithmetic()))
@@ -230,13 +235,9 @@ def _train_step(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int
 
 
 def _loss(output: Any, model_file: ModelFile, target: Any) -> Tensor:
+    assert model_file.loss_fn is not None  # see `with_loss`
     try:
-        if model_file.loss_fn is not None:
-            loss = model_file.loss_fn(output) if target is None else model_file.loss_fn(output, target)
-        elif isinstance(output, Tensor):
-            loss = output
-        else:
-            loss = output["loss"] if isinstance(output, Mapping) else output.loss
+        loss = model_file.loss_fn(output) if target is None else model_file.loss_fn(output, target)
     except Exception as error:
         raise user_error(error, model_file.path, "computing the loss") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -247,14 +248,19 @@ def _loss(output: Any, model_file: ModelFile, target: Any) -> Tensor:
 
 def _loss_without_gradients(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> float:
     """Return the loss of the first `rows` rows; buffers that the forward changes are put back."""
+    return float(_loss(_output_without_gradients(model, batch, rows), model_file, next(batch.microbatches(rows))[2]))
+
+
+def _output_without_gradients(model: nn.Module, batch: Batch, rows: int) -> Any:
+    """Return the output for the first `rows` rows; buffers that the forward changes are put back."""
     buffers = copy.deepcopy(dict(model.named_buffers()))
     with torch.no_grad():
-        args, kwargs, target = next(batch.microbatches(rows))
-        loss = float(_loss(model(*args, **kwargs), model_file, target))
+        args, kwargs, _ = next(batch.microbatches(rows))
+        output = model(*args, **kwargs)
         for name, buffer in model.named_buffers():
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
-    return loss
+    return output
 
 
 def _check_finite(loss: float) -> None:
