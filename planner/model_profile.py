@@ -242,7 +242,8 @@ class ModelProfile(Record):
     """A model's layers, structure and costs; see the module's docstring.
 
     `input_only_values` are computed from the model's inputs alone, without parameters: every stage that reads one makes
-    it anew.
+    it anew. `target_dims` are the dimensions that grow with the batch of the tensors of the loss's target, in order;
+    `input_keys` the names of inputs that no variable can have, by the program's.
     """
 
     schema_version: Annotated[int, Field(ge=1, strict=True)] = SCHEMA_VERSION
@@ -257,6 +258,8 @@ class ModelProfile(Record):
     layer_classes: tuple[LayerClass, ...]
     edges: tuple[Edge, ...] = ()
     program: Program
+    input_keys: dict[Identifier, PlainText] = {}
+    target_dims: tuple[NonNegativeInt | None, ...] = ()
     input_only_values: tuple[Identifier, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -66,9 +66,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object with named fields (a dataclass, a named tuple, a Hugging Face output)."""
+    """An object with named fields: a dataclass, a Hugging Face output, or with `in_order` a named tuple."""
 
     items: tuple[tuple[str, Any], ...]
+    in_order: bool = False
+
+    def map(self, change: Callable[[Any], Any]) -> "Fields":
+        """Return the same kind of object with every item changed."""
+        return Fields(tuple((name, change(item)) for name, item in self.items), self.in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,8 @@ def encode(value: Argument) -> Any:
             return {"device": True}
         case TrainingValue(training, evaluation):
             return {"training": [training, evaluation]}
-        case Fields(items):
-            return {"fields": [[name, encode(item)] for name, item in items]}
+        case Fields(items, in_order):
+            return {"named_tuple" if in_order else "fields": [[name, encode(item)] for name, item in items]}
         case slice():
             return {"slice": [encode(value.start), encode(value.stop), encode(value.step)]}
         case tuple():
@@ -183,9 +188,9 @@ def _complex(data: Any) -> complex:
     return complex(real, imaginary)
 
 
-def _fields(data: Any, depth: int) -> Fields:
+def _fields(data: Any, depth: int, *, in_order: bool = False) -> Fields:
     pairs = [_exactly(2, pair) for pair in _listed(data)]
-    return Fields(tuple((attribute_name(name), _decode(item, depth)) for name, item in pairs))
+    return Fields(tuple((attribute_name(name), _decode(item, depth)) for name, item in pairs), in_order)
 
 
 def _dict(data: Any, depth: int) -> dict[Any, Any]:
@@ -206,6 +211,7 @@ _DECODERS: dict[str, Callable[[Any, int], Argument]] = {
     "device": lambda data, depth: Device(),
     "training": lambda data, depth: _training(data),
     "fields": _fields,
+    "named_tuple": lambda data, depth: _fields(data, depth, in_order=True),
     "slice": lambda data, depth: slice(*(_decode(item, depth) for item in _exactly(3, data))),
     "tuple": lambda data, depth: tuple(_decode(item, depth) for item in _listed(data)),
     "dict": _dict,
@@ -236,8 +242,8 @@ def _decode(data: Any, depth: int) -> Argument:
 def map_argument(value: Argument, change: Callable[[Any], Any]) -> Argument:
     """Return the argument with `change` applied to every leaf (refs and scalars), containers kept."""
     match value:
-        case Fields(items):
-            return Fields(tuple((name, map_argument(item, change)) for name, item in items))
+        case Fields():
+            return value.map(lambda item: map_argument(item, change))
         case slice():
             return slice(*(map_argument(item, change) for item in (value.start, value.stop, value.step)))
         case tuple():

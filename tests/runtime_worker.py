@@ -264,6 +264,7 @@ class Stage{index}(PlanStage):
             f"STAGES = ({names},)",
             'TIED = (("lm_head.weight", "transformer.wte.weight"),)',
             f'INPUTS = (Value("ids", shape=({microbatch_size}, {LENGTH}), dtype=torch.int64),)',
+            "TARGET_DIMS = (0,)",
         ]
     )
 

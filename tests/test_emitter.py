@@ -85,15 +85,31 @@ def test_a_plan_for_another_profile_is_refused(profile: ModelProfile) -> None:
     assert "6 layers and the profile has 5" in caught.value.message
 
 
-def test_inputs_with_the_batch_elsewhere_are_refused(profile: ModelProfile) -> None:
+def test_inputs_whose_rows_are_two_dimensions_are_refused(profile: ModelProfile) -> None:
+    program = profile.program
+    square = program.tensors["ids"].model_copy(update={"shape": (BatchInt(1), BatchInt(1))})
+    other = profile.model_copy(
+        update={"program": program.model_copy(update={"tensors": program.tensors | {"ids": square}})}
+    )
+    with pytest.raises(EmitError) as caught:
+        emit(even_plan(profile), other)
+    assert "'ids' grows with the batch along dimensions 0 and 1" in caught.value.message
+    assert "num_microbatches=1" in caught.value.hint
+    assert "class Stage0" in emit(even_plan(profile, num_microbatches=1), other)
+
+
+def test_inputs_say_where_their_rows_are(profile: ModelProfile) -> None:
     program = profile.program
     turned = program.tensors["ids"].model_copy(update={"shape": (4, BatchInt(1))})
     other = profile.model_copy(
-        update={"program": program.model_copy(update={"tensors": program.tensors | {"ids": turned}})}
+        update={
+            "program": program.model_copy(update={"tensors": program.tensors | {"ids": turned}}),
+            "target_dims": (1, None),
+        }
     )
-    with pytest.raises(EmitError) as caught:
-        emit(even_plan(other), other)
-    assert "input 'ids' has its batch on dimension 1" in caught.value.message
+    text = emit(even_plan(profile), other)
+    assert 'Value("ids", shape=(4, 2), batch_dim=1)' in text
+    assert "TARGET_DIMS = (1, None)" in text
 
 
 def test_the_code_needs_torch_alone(profile: ModelProfile) -> None:

@@ -14,7 +14,7 @@ from planner.program import constant_name, dtype_name
 
 _NAMESPACES = {"torch": "torch", "F": "torch.nn.functional", "operator": "operator", "math": "math"}
 _HELPERS = {"Value", "Output", "TensorParallel", "Column", "Row", "Vocabulary", "PlanStage", "enter", "layers"}
-_CALLABLE = _HELPERS | {"recompute", "tuple", "range", "slice", "float", "getattr"}
+_CALLABLE = _HELPERS | {"named_tuple", "recompute", "tuple", "range", "slice", "float", "getattr"}
 _NODES = (
     *(ast.Module, ast.FunctionDef, ast.ClassDef, ast.arguments, ast.arg, ast.Assign, ast.Expr, ast.Return, ast.For),
     *(ast.With, ast.withitem, ast.Call, ast.keyword, ast.Attribute, ast.Subscript, ast.Slice, ast.Name, ast.Constant),

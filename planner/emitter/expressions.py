@@ -77,8 +77,9 @@ class Renderer:
                 if (training, evaluation) == (True, False):
                     return "self.training"
                 return f"({training!r} if self.training else {evaluation!r})"
-            case Fields(items):
-                return f"Output({', '.join(f'{name}={self.argument(item)}' for name, item in items)})"
+            case Fields(items, in_order):
+                listed = ", ".join(f"{name}={self.argument(item)}" for name, item in items)
+                return f"{'named_tuple' if in_order else 'Output'}({listed})"
             case slice():
                 start, stop, step = (
                     self.argument(item) if item is not None else None for item in (value.start, value.stop, value.step)

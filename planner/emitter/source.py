@@ -87,8 +87,10 @@ def _generated(
     yield "INPUTS = ("
     rows = plan.microbatch_size
     for name in profile.program.inputs:
-        yield f"    {input_value(name, profile.program.tensors[name], rows)},"
+        yield f"    {input_value(name, profile.program.tensors[name], rows, profile.input_keys.get(name))},"
     yield ")"
+    dims = profile.target_dims
+    yield f"TARGET_DIMS = ({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"
 
 
 def _stage_summary(plan: Plan, index: int) -> str:

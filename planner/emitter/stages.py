@@ -7,7 +7,7 @@ from planner.errors import EmitError
 from planner.graph import shared_storages
 from planner.model_profile import LayerClass, ModelProfile, Sharding
 from planner.plan import Plan
-from planner.program import Node, Ref, Tensor, leaves
+from planner.program import BatchInt, Node, Ref, Tensor, leaves
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StageCode:
 def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
     """Return what each stage's code is written from; EmitError where the plan does not fit the profile."""
     owner = _stage_of_layers(plan, profile)
-    _check_inputs(profile)
+    _check_inputs(plan, profile)
     _check_shared(plan, profile, owner)
     transfers = _transfers(profile, owner)
     derived = _derived_nodes(profile)
@@ -86,13 +86,15 @@ def _check_shared(plan: Plan, profile: ModelProfile, owner: list[int]) -> None:
             )
 
 
-def _check_inputs(profile: ModelProfile) -> None:
-    for name in profile.program.inputs:
-        dim = profile.program.tensors[name].batch_dim
-        if dim not in (0, None):
+def _check_inputs(plan: Plan, profile: ModelProfile) -> None:
+    """Refuse an input that has rows in two dimensions, where a plan cuts the batch: it has no rows to cut out."""
+    for name in profile.program.inputs if plan.num_microbatches * plan.stages[0].dp_degree > 1 else ():
+        grown = [dim for dim, size in enumerate(profile.program.tensors[name].shape) if isinstance(size, BatchInt)]
+        if len(grown) > 1:
             raise EmitError(
-                f"input {name!r} has its batch on dimension {dim}, and microbatches are cut along dimension 0",
-                hint="take the batch on dimension 0 and transpose inside the model",
+                f"input {name!r} grows with the batch along dimensions {grown[0]} and {grown[1]}, so a microbatch "
+                "is no slice of it",
+                hint="compute it inside the model, or solve with --pin num_microbatches=1 --pin dp_degree=1",
             )
 
 

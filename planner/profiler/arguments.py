@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -78,8 +79,8 @@ def resolve(value: Any, parameter: Callable[[str], torch.Tensor], target: Target
             return training
         case Constant(name):
             return getattr(torch, name)
-        case Fields(items):
-            return Fields(tuple((name, resolve(item, parameter, target)) for name, item in items))
+        case Fields():
+            return value.map(lambda item: resolve(item, parameter, target))
         case slice():
             return slice(*(resolve(item, parameter, target) for item in (value.start, value.stop, value.step)))
         case tuple():
@@ -91,13 +92,21 @@ def resolve(value: Any, parameter: Callable[[str], torch.Tensor], target: Target
     return value
 
 
+class _Fields(SimpleNamespace):
+    """An object with fields that are also read by key or position, as Hugging Face outputs are."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)[key] if isinstance(key, str) else [v for v in vars(self).values() if v is not None][key]
+
+
 def fill(value: Any, environment: Environment) -> Any:
     """Return a resolved argument with its references replaced by values."""
     match value:
         case Ref(name):
             return environment[name]
-        case Fields(items):
-            return SimpleNamespace(**{name: fill(item, environment) for name, item in items})
+        case Fields(items, in_order):
+            named = {name: fill(item, environment) for name, item in items}
+            return namedtuple("Fields", named)(**named) if in_order else _Fields(**named)
         case slice():
             return slice(*(fill(item, environment) for item in (value.start, value.stop, value.step)))
         case tuple():

@@ -354,8 +354,8 @@ def _walk(base: Any, other: Any, change: Leaf) -> Any:
     if type(base) is type(other):
         match base:
             case Fields() if [name for name, _ in base.items] == [name for name, _ in other.items]:
-                pairs = zip(base.items, other.items, strict=True)
-                return Fields(tuple((name, _walk(a, b, change)) for (name, a), (_, b) in pairs))
+                others = iter(other.items)
+                return base.map(lambda item: _walk(item, next(others)[1], change))
             case tuple() if len(base) == len(other):
                 return tuple(_walk(a, b, change) for a, b in zip(base, other, strict=True))
             case list() if len(base) == len(other):

@@ -50,6 +50,8 @@ _RESERVED = {
     "dist",
     "enter",
     "recompute",
+    "named_tuple",
+    "Output",
 }
 
 
@@ -69,6 +71,24 @@ class _Names:
             name = f"{base}_{count}"
         self.taken.add(name)
         return name
+
+
+# Names that emitted code has for other things; an argument of that name would hide them.
+_HELPERS = {"self", "torch", "nn", "F", "operator", "math", "dist", "layer", "layers", "enter", "recompute", "Output"}
+_HELPERS |= {"named_tuple", "range", "tuple", "slice", "float", "getattr"}
+
+
+def variable_names(inputs: Iterable[str]) -> dict[str, str]:
+    """Return for each name of an input of the model the variable that stands for it: the name itself where it can."""
+    inputs = list(inputs)
+    found: dict[str, str] = {}
+    for name in inputs:
+        variable = re.sub(r"\W+", "_", name) or "value"
+        variable = variable if variable.isidentifier() and variable == name else f"input_{variable}"
+        while variable in _HELPERS or keyword.iskeyword(variable) or (variable != name and variable in inputs):
+            variable += "_"
+        found[name] = variable
+    return found
 
 
 def build_program(

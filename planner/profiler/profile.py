@@ -1,6 +1,5 @@
 """Profiles a model: captures it, divides it into layers, and measures or computes each layer class once."""
 
-import keyword
 import platform
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from planner.cluster import Gpu, read_gpu
-from planner.errors import CaptureError, UsageError
+from planner.errors import UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding
 from planner.profiler import user_code as user
@@ -32,6 +31,7 @@ from planner.profiler.layers import (
     input_only_values,
     make_edges,
     make_layers,
+    variable_names,
 )
 from planner.profiler.modules import ModuleSource
 from planner.profiler.recorder import Call
@@ -91,8 +91,8 @@ def profile_model(
     target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if gpu_type or device_name == "cuda" else None
     captured = capture(file, dtype=target_dtype)
     calls = select_calls(captured.model, captured.calls, blocks)
-    _check_input_names(captured)
-    named = {str(number): name for name, number in captured.inputs.items()}
+    input_names = variable_names(captured.inputs)
+    named = {str(number): input_names[name] for name, number in captured.inputs.items()}
     program = build_program(calls, named, captured.output, captured.tensors)
     targets = {str(number): name for name, number in captured.targets.items()}
     with_loss = build_program([*calls, *captured.loss_calls], named | targets, captured.loss, captured.tensors)
@@ -127,6 +127,8 @@ def profile_model(
         ),
         edges=tuple(make_edges(program, segments, derived)),
         program=program,
+        input_keys={variable: name for name, variable in input_names.items() if variable != name},
+        target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),
         input_only_values=tuple(sorted(derived - set(program.inputs))),
         notes=(
             *file.notes,
@@ -209,32 +211,6 @@ def _classes(
     return list(known.values()), names
 
 
-# Names that emitted code has for other things; an argument of that name would hide them.
-_TAKEN_NAMES = {
-    "self",
-    "torch",
-    "nn",
-    "F",
-    "operator",
-    "math",
-    "dist",
-    "layer",
-    "layers",
-    "enter",
-    "recompute",
-    "Output",
-}
-
-
-def _check_input_names(captured: Capture) -> None:
-    for name in captured.inputs:
-        if name in _TAKEN_NAMES or not name.isidentifier() or keyword.iskeyword(name):
-            raise CaptureError(
-                f"an input of the model is named {name!r}, which emitted code can't use as a name",
-                hint="rename the argument of forward, or wrap the model in a module with other names",
-            )
-
-
 def _parameters_read_beside(program: Program, segment: Segment) -> set[str]:
     """Return the module's parameters that the layer's glue reads by itself (relative names): they must stay whole."""
     prefix = f"{segment.module}."
@@ -290,7 +266,9 @@ class _Pricer:
     def _environment(self, rows: int) -> dict[str, Any]:
         """Return the model's inputs, targets and what is computed from them alone, for a batch of `rows`."""
         args, kwargs = split_arguments(user.example_inputs(self._file, rows))
-        tensors = input_tensors(self._captured.model, args, kwargs)
+        given = input_tensors(self._captured.model, args, kwargs)
+        variables = variable_names(given)
+        tensors = {variables[name]: tensor for name, tensor in given.items()}
         if self._captured.targets:
             tensors |= input_tensors(nn.Module(), (), {"target": user.example_target(self._file, rows)})
         values = {name: self._place(tensor) for name, tensor in tensors.items()}
@@ -371,7 +349,7 @@ def _provenance(
 ) -> Provenance:
     args, kwargs = split_arguments(user.example_inputs(file, 1))
     shapes = {name: tuple(tensor.shape) for name, tensor in input_tensors(captured.model, args, kwargs).items()}
-    tokens = next((shape[1] for name, shape in shapes.items() if len(shape) == 2 and not _is_float(captured, name)), 0)
+    tokens = next((_tokens(captured, name) for name in shapes if _tokens(captured, name)), 0)
     return Provenance(
         model_path=_portable(file.path),
         model_hash=captured.model_hash,
@@ -396,5 +374,10 @@ def _portable(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _is_float(captured: Capture, name: str) -> bool:
-    return captured.tensors[str(captured.inputs[name])].dtype.startswith(("float", "bfloat"))
+def _tokens(captured: Capture, name: str) -> int:
+    """Return the tokens of a row where an input holds them (an integer matrix), else 0."""
+    tensor = captured.tensors[str(captured.inputs[name])]
+    if len(tensor.shape) != 2 or tensor.dtype.startswith(("float", "bfloat")):
+        return 0
+    length = tensor.shape[0 if tensor.batch_dim == 1 else 1]
+    return length if isinstance(length, int) else 0

@@ -10,6 +10,7 @@ their meaning: a call that writes a value that already exists refers to that val
 
 import sys
 import traceback
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,13 +156,17 @@ class _Recorder(TorchFunctionMode):
             case slice():
                 return slice(*(self.encode(item, defining=defining) for item in (value.start, value.stop, value.step)))
             case tuple() if hasattr(value, "_fields"):
-                return Fields(tuple((k, self.encode(getattr(value, k), defining=defining)) for k in value._fields))
+                named = ((name, getattr(value, name)) for name in value._fields)
+                return Fields(tuple((k, self.encode(item, defining=defining)) for k, item in named), in_order=True)
             case tuple():
                 return tuple(self.encode(item, defining=defining) for item in value)
             case list():
                 return [self.encode(item, defining=defining) for item in value]
-            case dict() if type(value) is not dict:
-                return Fields(tuple((str(k), self.encode(v, defining=defining)) for k, v in value.items()))
+            case dict() if type(value) not in (dict, OrderedDict, defaultdict):
+                items = dict(value)
+                if hasattr(value, "__dataclass_fields__"):  # what is None stays readable
+                    items = {name: getattr(value, name) for name in value.__dataclass_fields__}
+                return Fields(tuple((str(k), self.encode(v, defining=defining)) for k, v in items.items()))
             case dict():
                 return {key: self.encode(item, defining=defining) for key, item in value.items()}
             case torch.dtype():

@@ -20,22 +20,23 @@ _MASK = re.compile(r"(^|_|\s)(attention_|padding_|pad_)mask$|^mask$")
 class Batch:
     """One step's data: positional and keyword arguments of the model, and the target (None without one).
 
-    `batched` tells, for each tensor in order, whether its dimension 0 is the rows of the batch.
+    `batch_dims` are, for each tensor in order, the dimension that is the rows of the batch; None without rows.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
     num_rows: int
-    batched: tuple[bool, ...]
+    batch_dims: tuple[int | None, ...]
 
     def microbatches(self, rows: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
         """Yield arguments and target of each block of `rows`, in order."""
         for start in range(0, self.num_rows, rows):
-            flags = iter(self.batched)
+            dims = iter(self.batch_dims)
 
-            def cut(tensor: Tensor, start: int = start, flags: Iterator[bool] = flags) -> Tensor:
-                return tensor[start : start + rows] if next(flags) else tensor
+            def cut(tensor: Tensor, start: int = start, dims: Iterator[int | None] = dims) -> Tensor:
+                dim = next(dims)
+                return tensor if dim is None else tensor.narrow(dim, start, min(rows, self.num_rows - start))
 
             args, kwargs, target = _map(cut, (self.args, self.kwargs, self.target))
             yield args, kwargs, target
@@ -64,23 +65,24 @@ def make_batches(model_file: ModelFile, model: nn.Module, num_rows: int, num_ste
                 hint="return the same arguments for every batch size",
             )
         changed: dict[int, Tensor] = {}  # a tensor given twice (ids that are labels too) stays one
-        batched = []
+        batch_dims = []
         for (name, leaf), other, long in zip(leaves.items(), others, longer, strict=True):
-            rows_first = leaf.dim() > 0 and leaf.shape[0] == num_rows and long.shape[0] == num_rows + 1
+            sizes = zip(leaf.shape, long.shape, strict=False)
+            rows_dim = next((dim for dim, pair in enumerate(sizes) if pair == (num_rows, num_rows + 1)), None)
             if id(leaf) not in changed:
                 new = leaf
                 if num_steps > 1 and leaf.shape == other.shape and torch.equal(leaf, other):
-                    new = _vary(leaf, generator)
-                if rows_first and _MASK.search(name):
-                    new = _pad(new)
+                    new = _vary(leaf, generator, rows_dim or 0)
+                if rows_dim is not None and _MASK.search(name):
+                    new = _pad(new) if rows_dim == 0 else _pad(new.transpose(0, rows_dim)).transpose(0, rows_dim)
                 changed[id(leaf)] = new.double() if new.is_floating_point() else new.clone()
-            batched.append(rows_first)
+            batch_dims.append(rows_dim)
 
         def replaced(tensor: Tensor, changed: dict[int, Tensor] = changed) -> Tensor:
             return changed[id(tensor)]
 
         args, kwargs, target = _map(replaced, draw)
-        batches.append(Batch(args=args, kwargs=kwargs, target=target, num_rows=num_rows, batched=tuple(batched)))
+        batches.append(Batch(args=args, kwargs=kwargs, target=target, num_rows=num_rows, batch_dims=tuple(batch_dims)))
     return batches
 
 
@@ -94,13 +96,13 @@ def _draw(model_file: ModelFile, num_rows: int, seed: int) -> tuple[tuple[Any, .
     return args, kwargs, target
 
 
-def _vary(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return other values for a tensor that every call gives alike; rows that are all the same (positions) stay."""
+def _vary(tensor: Tensor, generator: torch.Generator, dim: int) -> Tensor:
+    """Return other values for a tensor that every call gives alike; rows (along `dim`) that are all the same stay."""
     if tensor.is_floating_point():
         spread = float(tensor.double().std()) if tensor.numel() > 1 else 0.0
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         return tensor.double() + 0.1 * (spread or 1.0) * noise
-    if tensor.dim() == 0 or tensor.dtype == torch.bool or bool((tensor == tensor[:1]).all()):
+    if tensor.numel() < 2 or tensor.dtype == torch.bool or bool((tensor == tensor.narrow(dim, 0, 1)).all()):
         return tensor
     order = torch.randperm(tensor.numel(), generator=generator)  # values that occur are values that are allowed
     return tensor.flatten()[order].view(tensor.shape)

@@ -22,3 +22,4 @@ TIED = (("embed.weight", "head.weight"),)
 INPUTS = (
     Value("ids", shape=(2, 4)),
 )
+TARGET_DIMS = (0,)

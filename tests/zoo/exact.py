@@ -1,5 +1,6 @@
 """The models of the zoo as a user's file: functions that build each and make its inputs, and one loss for all."""
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ def loss_fn(output: Any) -> Tensor:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
+    if is_dataclass(value):
+        value = vars(value)
     items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
     return [tensor for item in items for tensor in _tensors(item)]
 

@@ -1,8 +1,15 @@
-"""Plans made by hand for profiles: even cuts, uniform degrees."""
+"""Plans made by hand for profiles (even cuts, uniform degrees), and what runs them."""
 
+from pathlib import Path
+from typing import Any
+
+from planner.emitter import emit, write_plan
 from planner.graph import shared_storages
 from planner.model_profile import ModelProfile
 from planner.plan import DataParallel, Origin, Plan, Schedule, Stage
+from planner.profiler import profile_model
+from planner.runner import VerifyReport, verify
+from planner.runner.pool import WorkerPool
 
 
 def even_plan(
@@ -66,3 +73,29 @@ def even_plan(
         stages=tuple(stages),
         origin=origin,
     )
+
+
+# Every kind of structure is tried in these, two to four processes each.
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"pp_degree": 2},
+    {"pp_degree": 3, "schedule": "gpipe", "recompute": True},
+    {"pp_degree": 2, "tp_degree": 2},
+    {"pp_degree": 2, "dp_degree": 2, "data_parallel": "sharded"},
+)
+LAYOUT_IDS = ("pp2", "pp3", "pp2 tp2", "pp2 dp2")
+
+
+def profile_zoo(spec: str, inputs: str = "example_inputs") -> ModelProfile:
+    """Return the profile of a model file, computed for what `LAYOUTS` have."""
+    return profile_model(
+        spec, inputs=inputs, gpu="h100-sxm", dtype="float32", microbatch_sizes=(1, 2), tp_degrees=(1, 2)
+    )
+
+
+def check_exact(profile: ModelProfile, layout: dict[str, Any], pool: WorkerPool, folder: Path) -> VerifyReport:
+    """Emit and verify an even plan; assert that it computes what one process does."""
+    path = folder / "plan.py"
+    write_plan(emit(even_plan(profile, **layout), profile), path)
+    report = verify(path, pool=pool, timeout_s=120)
+    assert report.ok, report.rows[:3]
+    return report

@@ -8,3 +8,4 @@ PLAN: dict[str, Any] = {}
 STAGES: tuple[type[PlanStage], ...] = ()
 TIED: tuple[tuple[str, ...], ...] = ()
 INPUTS: tuple[Value | str, ...] = ()
+TARGET_DIMS: tuple[int | None, ...] = ()

@@ -24,7 +24,7 @@ from planner.emitter.runtime.checks import PlanError, _check_model, _check_shape
 from planner.emitter.runtime.communication import _join
 from planner.emitter.runtime.data_parallel import _distribute, _local, _norm, _scale, _whole
 from planner.emitter.runtime.executor import _Executor, stage_actions
-from planner.emitter.runtime.generated import INPUTS, PLAN, STAGES, TIED
+from planner.emitter.runtime.generated import INPUTS, PLAN, STAGES, TARGET_DIMS, TIED
 from planner.emitter.runtime.ranks import _first_held, _holds, _Ranks
 from planner.emitter.runtime.stage import PlanStage, Value, _map_tensors
 
@@ -233,12 +233,14 @@ class Runtime:
 
     def _microbatches(self, inputs: Any, target: Any, local: bool) -> Callable[[int], tuple[dict[str, Any], Any]]:
         """Return the function that cuts a microbatch's rows out of a batch, when all of its shapes are right."""
-        specs = {spec.name: spec for spec in (Value(item) if isinstance(item, str) else item for item in INPUTS)}
+        listed = [Value(item) if isinstance(item, str) else item for item in INPUTS]
+        specs = {spec.key or spec.name: spec for spec in listed}
         if not isinstance(inputs, Mapping):
             inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
             inputs = dict(zip(specs, inputs, strict=len(inputs) > len(specs)))
         given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        required = {name for stage in STAGES for name in stage.inputs}
+        read = {name for stage in STAGES for name in stage.inputs}
+        required = {key for key, spec in specs.items() if spec.name in read}
         if wrong := (required - set(given)) or (set(given) - set(specs)):
             problem = "is missing" if wrong <= required else "is not one that this plan's model was profiled with"
             raise PlanError(f"input {min(wrong)!r} {problem}\nhint: this plan's inputs are {', '.join(specs)}")
@@ -247,8 +249,10 @@ class Runtime:
         names = ["num_microbatches", "microbatch_size", "dp_degree"]
         num_rows = self._num_microbatches * size * (1 if local else dp_degree)
 
-        def check(what: str, tensor: Tensor) -> Tensor:
-            found = tensor.shape[0] if tensor.dim() else "no"
+        def check(what: str, tensor: Tensor, dim: int | None) -> None:
+            if dim is None:
+                return
+            found = tensor.shape[dim] if tensor.dim() > dim else "no"
             if found != num_rows:
                 unit = "rank" if local else "step"
                 product = " x ".join(f"{name} {factor}" for name, factor in zip(names, factors, strict=False))
@@ -256,16 +260,15 @@ class Runtime:
                     f"{what} has {found} rows, and a {unit} of this plan takes {num_rows} ({product})\n"
                     "hint: give batches of that many rows, or solve again with another --global-batch-size"
                 )
-            return tensor
 
         for name, value in given.items():
             spec = specs[name]
-            if spec.batched:
-                check(f"input {name!r}", value)
+            check(f"input {name!r}", value, spec.batch_dim)
             if spec.shape is not None:
-                rows = (num_rows,) if spec.batched else ()
-                _check_shape(f"input {name!r}", value, (*rows, *spec.shape[len(rows) :]))
-        _map_tensors(lambda tensor: check("the target", tensor), target)
+                shape = [num_rows if dim == spec.batch_dim else dim_size for dim, dim_size in enumerate(spec.shape)]
+                _check_shape(f"input {name!r}", value, tuple(shape))
+        for tensor, dim in _with_dims(target):
+            check("the target", tensor, dim)
         slices = [slice(i * size, (i + 1) * size) for i in range(self._num_microbatches)] if local else self.rows
 
         def place(tensor: Tensor) -> Tensor:
@@ -275,11 +278,13 @@ class Runtime:
         def microbatch(index: int) -> tuple[dict[str, Any], Any]:
             rows = slices[index]
             taken = {}
-            for name in self._stage.inputs:
-                taken[name] = place(given[name][rows] if specs[name].batched else given[name])
+            for key, spec in specs.items():
+                if spec.name in self._stage.inputs:
+                    taken[spec.name] = place(_cut(given[key], rows, spec.batch_dim))
             if not self._executor.is_last:
                 return taken, None
-            return taken, _map_tensors(lambda tensor: tensor[rows].to(self._ranks.device, non_blocking=True), target)
+            cut = iter([_cut(tensor, rows, dim) for tensor, dim in _with_dims(target)])
+            return taken, _map_tensors(lambda _: next(cut).to(self._ranks.device, non_blocking=True), target)
 
         return microbatch
 
@@ -313,6 +318,24 @@ class Runtime:
                 yield
             finally:
                 self._random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda)]
+
+
+def _cut(tensor: Tensor, rows: slice, dim: int | None) -> Tensor:
+    """Return the rows of a tensor that has them along `dim`, or all of it."""
+    return tensor if dim is None else tensor.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def _with_dims(target: Any) -> list[tuple[Tensor, int | None]]:
+    """Return the tensors of a target, each with the dimension of its rows."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_tensors(keep, target)
+    dims = TARGET_DIMS if len(TARGET_DIMS) == len(found) else (0,) * len(found)
+    return list(zip(found, dims, strict=True))
 
 
 def _sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -1,7 +1,9 @@
 """Stages: a stage is an nn.Module that keeps the model's own submodules under their own names."""
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,7 +20,8 @@ class Value:
     """A tensor that a stage receives from stage `source`, sends to the stages `targets`, or that the model is given.
 
     `shape` is the one at the plan's microbatch size; `dtype` None is the stage's floating dtype, or for an input of the
-    model anything. An input that is not `batched` has no rows: every microbatch gets all of it.
+    model anything. An input's rows are its dimension `batch_dim`; without rows (None) every microbatch gets all of it.
+    `key` is the name by which `step` is given an input whose own name no variable can have.
     """
 
     name: str
@@ -27,7 +30,8 @@ class Value:
     requires_grad: bool = False
     source: int | None = None
     targets: tuple[int, ...] = ()
-    batched: bool = True
+    batch_dim: int | None = 0
+    key: str = ""
 
     def dtype_in(self, stage_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype between stages; a model built in float64 has no narrower numbers."""
@@ -37,21 +41,37 @@ class Value:
 
 
 class Output(dict[str, Any]):
-    """What a model returns that has fields: read by attribute, key or position, as Hugging Face outputs are."""
+    """An object with fields: read by attribute, key or position, as Hugging Face outputs are; positions and keys
+    leave out what is None.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__({name: value for name, value in fields.items() if value is not None})
+        vars(self).update(fields)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"the output has no {name!r}, only {', '.join(self)}")
-        return self[name]
+        raise AttributeError(f"the output has no {name!r}, only {', '.join(vars(self))}")
 
     def __getitem__(self, key: Any) -> Any:
-        return tuple(self.values())[key] if isinstance(key, int | slice) else super().__getitem__(key)
+        return tuple(dict.values(self))[key] if isinstance(key, int | slice) else vars(self)[key]
+
+
+def named_tuple(**fields: Any) -> Any:
+    """Return a named tuple, of a class that is made once for the same names."""
+    return _named_tuple_class(tuple(fields))(**fields)
+
+
+@cache
+def _named_tuple_class(names: tuple[str, ...]) -> Any:
+    return namedtuple("NamedTuple", names)
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return an output with `change` applied to its tensors."""
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, Output):
+        return Output(**{name: _map_tensors(change, item) for name, item in vars(value).items()})
     if isinstance(value, dict):
         return type(value)({key: _map_tensors(change, item) for key, item in value.items()})
     if isinstance(value, tuple | list):
