@@ -84,8 +84,10 @@ def _select(calls: list[Call], modules: dict[str, nn.Module], blocks: frozenset[
 
 def _opens(call: Call, module: nn.Module, blocks: frozenset[str]) -> bool:
     """Return whether a composite module's call is replaced by its body."""
-    if hidden_inputs(call) or any(
-        isinstance(leaf, Unsupported) for leaf in leaves((call.args, call.kwargs, call.result))
+    if (
+        call.escapes
+        or hidden_inputs(call)
+        or any(isinstance(leaf, Unsupported) for leaf in leaves((call.args, call.kwargs, call.result)))
     ):
         return True  # it can't be called from other code: it takes or returns what no program holds
     if module._forward_hooks or module._forward_pre_hooks or call.target in blocks:

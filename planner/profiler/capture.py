@@ -5,9 +5,11 @@ mode. Constants that change between recordings are what depends on those things;
 (rows) or keeps the training code (evaluation).
 """
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from planner.errors import CaptureError, PlannerError
 from planner.model_file import ModelFile, model_hash, split_arguments
 from planner.profiler import user_code as user
 from planner.profiler.fake import build_meta, make_fake
+from planner.profiler.hidden import open_escaping
 from planner.profiler.recorder import Call, Recording, record
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.program import MODEL_DTYPE, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
@@ -122,6 +125,22 @@ def _record_once(
             module.training = flags[id(module)]
 
 
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Give modules back the plain attributes they had: a forward may keep values on them, here fake ones."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    listed = [(value, copy.copy(value)) for _, kept in before for value in kept.values() if type(value) in (list, dict)]
+    try:
+        yield
+    finally:
+        for module, kept in before:
+            vars(module).clear()
+            vars(module).update(kept)
+        for value, content in listed:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+
+
 def _user_line(error: BaseException) -> str:
     """Return 'file:line' of the innermost frame of an error that is not torch's."""
     found = "unknown line"
@@ -168,8 +187,14 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     """
     meta = user.build(file, build_meta)
     _check_rows(file, meta)
+    with _attributes_kept(meta):
+        return _record_all(file, meta, dtype)
+
+
+def _record_all(file: ModelFile, meta: nn.Module, dtype: torch.dtype | None) -> Capture:
     first, second = _ROWS
     base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
+    open_escaping(base.calls, (*base.inputs.values(), *base.targets.values()), (base.output, base.loss))
     notes: list[str] = []
 
     more_rows = _record_once(file, meta, second, dtype, training=True, all_floats=False)

@@ -54,6 +54,8 @@ def open_class(capture: Capture, call: Call) -> OpenedClass:
     if hidden_inputs(call):  # parameters of other modules that reach it by another way than its arguments
         return OpenedClass(None, (), {"": ModuleInfo(kind="opaque", parameters=shapes)}, shapes)
     calls = open_calls([call])
+    if any(inner.opaque and inner.kind != "module" for inner in calls):
+        return OpenedClass(None, (), {"": ModuleInfo(kind="opaque", parameters=shapes)}, shapes)
     signature = _signature(call, module)
     inputs = _input_names(signature)
     tensors = {**capture.tensors, **_foreign_tensors(capture.model, inputs)}
@@ -156,7 +158,8 @@ def _module_info(capture: Capture, call: Call, module: nn.Module) -> ModuleInfo:
             num_bytes=num_bytes,
             normalized_dims=len(module.normalized_shape),
         )
-    if call.leaf and call.body and not type(module).__module__.startswith("torch."):
+    opaque = any(inner.opaque for inner in call.body)
+    if call.leaf and call.body and not opaque and not type(module).__module__.startswith("torch."):
         refs = list(dict.fromkeys(leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)))
         inputs = {number: f"input_{position}" for position, number in enumerate(refs)}
         body = build_program(call.body, inputs, call.result, capture.tensors, relative_to=call.target)

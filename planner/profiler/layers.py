@@ -11,6 +11,7 @@ from torch import nn
 
 from planner.errors import CaptureError
 from planner.model_profile import Edge, Layer
+from planner.profiler.functions import OPAQUE_HINT
 from planner.profiler.recorder import Call, Unsupported, is_leaf
 from planner.program import BatchInt, Dtype, Node, ParamRef, Program, Ref, Tensor, leaves, map_argument
 from planner.records import reason
@@ -114,6 +115,8 @@ def build_program(
 
     for call in calls:
         where = f"{call.location or call.scope or 'the model'}: `{call.target or call.kind}`"
+        if call.opaque and call.kind != "module":
+            raise CaptureError(f"{where} {call.opaque}", hint=OPAQUE_HINT)
         for leaf in leaves((call.args, call.kwargs, call.result)):
             if isinstance(leaf, Unsupported):
                 raise CaptureError(

@@ -61,7 +61,7 @@ class ModuleSource:
         """Return the module of a name, made when first asked for."""
         if name not in self._made:
             with unset_fake_temporarily():
-                made = copy.deepcopy(self._model.get_submodule(name))
+                made = _copied(self._model.get_submodule(name))
                 if self._sharding is not None:
                     self._shrink(name, made)
                 self._fill(made)
@@ -133,6 +133,12 @@ class ModuleSource:
                     setattr(holder, attribute, getattr(holder, attribute) // degree)
             if style == "vocabulary" and getattr(holder, "padding_idx", None) is not None:
                 holder.padding_idx = None  # type: ignore[assignment]
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module; tensors that it computed and keeps (an older weight_norm's) lose their history."""
+    values = (value for inner in module.modules() for value in vars(inner).values() if isinstance(value, torch.Tensor))
+    return copy.deepcopy(module, {id(value): value.detach() for value in values if not value.is_leaf})
 
 
 def _local(param: torch.Tensor, division: ShardedParameter, degree: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from planner.errors import CaptureError
+from planner.profiler.functions import OPAQUE_FUNCTION, Run, seen_functions
 from planner.profiler.torch_internals import unrecorded
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref
 
@@ -73,7 +74,8 @@ class Call:
     """One recorded call; `scope` is the module in whose forward it stands.
 
     `body` are the calls inside a module, also those of a leaf that is not torch's own: a leaf is never opened, but what
-    it does to a divided value is read from its body.
+    it does to a divided value is read from its body. `escapes`: later calls read values of the body that are not in the
+    result, so it has to be opened. `opaque` tells why no program can hold the call.
     """
 
     kind: NodeKind
@@ -86,6 +88,8 @@ class Call:
     result: Any = None
     in_place: bool = False
     leaf: bool = False
+    escapes: bool = False
+    opaque: str = ""
     body: list["Call"] = field(default_factory=list)
 
 
@@ -257,6 +261,24 @@ class _Recorder(TorchFunctionMode):
         self.frames[-1].append(call)
         return result
 
+    def call_function(self, function: type, apply: Run, args: Any, kwargs: Any) -> Any:
+        """Apply a custom autograd function; what it does inside is not recorded."""
+        if self.in_leaf:
+            return apply(*args, **kwargs)
+        call = self.add("function", f"{function.__qualname__}.apply", args, kwargs)
+        call.opaque = OPAQUE_FUNCTION
+        self.in_leaf = True
+        try:
+            result = apply(*args, **kwargs)
+        finally:
+            self.in_leaf = False
+        known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
+        with unrecorded():
+            result = _fresh(result, known)
+        call.result = self.encode(result, defining=True)
+        self.frames[-1].append(call)
+        return result
+
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call, recording it; inside a leaf nothing is recorded."""
         name = self.names.get(id(module))
@@ -366,7 +388,7 @@ def record(
     """
     recorder = _Recorder(model)
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
-    with _patched_module_call(recorder), recorder:
+    with _patched_module_call(recorder), seen_functions(recorder.call_function), recorder:
         output = model(*args, **kwargs)
         calls = recorder.frames[0]
         recorder.frames[0] = []

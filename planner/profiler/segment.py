@@ -10,6 +10,7 @@ from torch import nn
 from planner.errors import ProfileError
 from planner.profiler.arguments import Environment, Target, find_dtype
 from planner.profiler.execute import RUN_ERRORS, last_reads, node_error, outside_reads, prepare_node
+from planner.profiler.functions import checkpoints_not_reentrant
 from planner.profiler.torch_internals import FakeTensorMode
 from planner.program import Node, Tensor
 
@@ -108,7 +109,8 @@ class SegmentRunner:
     def named_errors(self) -> Iterator[None]:
         """Turn errors of torch inside into ProfileErrors that name the layer: no memory, or a backward that fails."""
         try:
-            yield
+            with checkpoints_not_reentrant():
+                yield
         except torch.OutOfMemoryError as error:
             raise ProfileError(
                 f"layer {self.name!r} with {self.target.rows} rows doesn't fit {self.target.device}: {error}",

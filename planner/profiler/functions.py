@@ -1,0 +1,61 @@
+"""Sees custom autograd functions and checkpoints while a forward is recorded.
+
+A function mode sees neither `Function.apply` nor that what runs inside has a gradient of its own; and a reentrant
+checkpoint runs its code without gradients, which backward then computes again.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+OPAQUE_FUNCTION = "is a custom autograd function, whose gradient only its own code knows"
+OPAQUE_HINT = "call it in the forward of a module of its own, which is then kept whole"
+
+Run = Callable[..., Any]
+Seen = Callable[[type, Run, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def seen_functions(see: Seen) -> Iterator[None]:
+    """Call `see(function class, apply, args, kwargs)` for every custom autograd function applied inside.
+
+    What is checkpointed runs as if it were not: recomputing is for a plan to decide.
+    """
+
+    def apply_seen(cls: type, apply: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if cls is CheckpointFunction:  # (function, preserve_rng_state, *arguments)
+            return args[0](*args[2:])
+        return apply(*args, **kwargs) if cls.__module__ == checkpoint.__module__ else see(cls, apply, args, kwargs)
+
+    with _replaced_apply(apply_seen):
+        yield
+
+
+@contextmanager
+def checkpoints_not_reentrant() -> Iterator[None]:
+    """Let reentrant checkpoints inside be the other kind: it costs the same, and gives gradients of inputs alone."""
+
+    def apply_other(cls: type, apply: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if cls is CheckpointFunction:
+            return checkpoint(args[0], *args[2:], use_reentrant=False, preserve_rng_state=args[1])
+        return apply(*args, **kwargs)
+
+    with _replaced_apply(apply_other):
+        yield
+
+
+@contextmanager
+def _replaced_apply(call: Seen) -> Iterator[None]:
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return call(cls, original.__get__(None, cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]

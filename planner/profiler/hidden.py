@@ -1,0 +1,50 @@
+"""Finds what a module gives away by another way than its result: a list it appends to, an attribute, a cache object."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from planner.profiler.recorder import Call
+from planner.program import Ref, leaves
+
+
+def open_escaping(calls: list[Call], inputs: Iterable[int], results: Any) -> None:
+    """Mark the modules whose inner values are read after they have returned, and are not in their results.
+
+    Code that calls such a module whole can't reach those values, so it has to be opened: a leaf becomes one that can
+    be. `inputs` numbers the values that are there before the calls, `results` are read after all of them.
+    """
+    made: dict[str, int] = {str(number): -1 for number in inputs}
+    last_read: dict[str, int] = {}
+    stops: dict[int, int] = {}
+    position = 0
+
+    def visit(listed: list[Call]) -> None:
+        nonlocal position
+        for call in listed:
+            position += 1
+            for leaf in leaves((call.args, call.kwargs)):
+                if isinstance(leaf, Ref):
+                    last_read[leaf.name] = position
+            visit(call.body)
+            position += 1
+            stops[id(call)] = position
+            for leaf in leaves(call.result):
+                if isinstance(leaf, Ref):
+                    made.setdefault(leaf.name, position)
+
+    visit(calls)
+    last_read.update({leaf.name: position + 1 for leaf in leaves(results) if isinstance(leaf, Ref)})
+
+    def mark(listed: list[Call]) -> set[str]:
+        """Return the values that calls make and that are read later than the last of them."""
+        alive: set[str] = set()
+        for call in listed:
+            stop = stops[id(call)]
+            returned = {leaf.name for leaf in leaves(call.result) if isinstance(leaf, Ref)}
+            inner = {name for name in mark(call.body) if last_read[name] > stop}
+            if inner - returned:
+                call.escapes, call.leaf = True, False
+            alive |= inner | {name for name in returned if made[name] == stop and last_read.get(name, -1) > stop}
+        return alive
+
+    mark(calls)
