@@ -1,8 +1,8 @@
 """A recorded forward as data: structured calls with validated names, never source text.
 
 A `Program` is straight-line: every `Node` calls a submodule, a function of torch, or a method or attribute of a
-tensor, on values that earlier nodes or the inputs produced. Integers that grow with the batch are `BatchInt`, so a
-program recorded at one batch size is valid at any.
+tensor, on values that earlier nodes or the inputs produced. Numbers that depend on the batch are `BatchInt` and
+`BatchFloat`, so a program recorded at one batch size is valid at any.
 """
 
 import math
@@ -40,6 +40,18 @@ class BatchInt:
     def at(self, rows: int) -> int:
         """Return the integer for a batch of `rows`."""
         return self.per_row * rows + self.constant
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFloat:
+    """A float that depends on the batch: `factor * rows`, or `factor / rows` where `power` is -1."""
+
+    factor: float
+    power: int = 1
+
+    def at(self, rows: int) -> float:
+        """Return the float for a batch of `rows`."""
+        return self.factor * rows if self.power == 1 else self.factor / rows
 
 
 MODEL_DTYPE = "model"
@@ -97,6 +109,8 @@ def encode(value: Argument) -> Any:
             return {"param": name}
         case BatchInt(per_row, constant):
             return {"batch": [per_row, constant]}
+        case BatchFloat(factor, power):
+            return {"batch_float": [factor, power]}
         case Dtype(name):
             return {"dtype": name}
         case Constant(name):
@@ -181,6 +195,13 @@ def _special_float(data: Any) -> float:
     return float(data)
 
 
+def _batch_float(data: Any) -> BatchFloat:
+    factor, power = _exactly(2, data)
+    if not isinstance(factor, float) or not math.isfinite(factor) or _integer(power) not in (1, -1):
+        raise ValueError(f"{data!r} is not a finite float and a power of 1 or -1")
+    return BatchFloat(factor, power)
+
+
 def _complex(data: Any) -> complex:
     real, imaginary = (float(_scalar(part)) for part in _exactly(2, data))
     if not (math.isfinite(real) and math.isfinite(imaginary)):
@@ -206,6 +227,7 @@ _DECODERS: dict[str, Callable[[Any, int], Argument]] = {
     "ref": lambda data, depth: Ref(identifier(data)),
     "param": lambda data, depth: ParamRef(qualified_name(data)),
     "batch": lambda data, depth: BatchInt(*map(_integer, _exactly(2, data))),
+    "batch_float": lambda data, depth: _batch_float(data),
     "dtype": lambda data, depth: Dtype(dtype_name(data)),
     "constant": lambda data, depth: Constant(constant_name(data)),
     "device": lambda data, depth: Device(),

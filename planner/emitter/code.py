@@ -8,7 +8,19 @@ from typing import Any
 from planner.emitter.expressions import Renderer, attribute_path, docstring_text, parameter_path, value_paths
 from planner.emitter.stages import LayerCall, StageCode, Transfer
 from planner.model_profile import LayerClass, Sharding
-from planner.program import MODEL_DTYPE, BatchInt, Device, Dtype, Node, Program, Ref, Tensor, leaves, map_argument
+from planner.program import (
+    MODEL_DTYPE,
+    BatchFloat,
+    BatchInt,
+    Device,
+    Dtype,
+    Node,
+    Program,
+    Ref,
+    Tensor,
+    leaves,
+    map_argument,
+)
 from planner.tp_rules import ENTERED, rewrite_node
 
 INDENT = "    "
@@ -132,7 +144,7 @@ def _context_lines(
 ) -> Iterator[str]:
     """Yield the lines that set the rows, device and dtype from given values, where nodes use them."""
     used = [leaf for node in nodes for leaf in leaves((node.args, node.kwargs))]
-    if any(isinstance(leaf, BatchInt) for leaf in used):
+    if any(isinstance(leaf, BatchInt | BatchFloat) for leaf in used):
         yield f"{indent}{batch} = {batch_expression(given)}"
     if any(isinstance(leaf, Device) for leaf in used):
         yield f"{indent}{device} = {next(iter(given))}.device"
@@ -185,8 +197,8 @@ def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary
     given = {name: program.tensors[name] for name in arguments}
     recomputed = {call.module for call in stage.layers if call.recompute}
     lines, renamed = _stage_statements(stage, program, recomputed)
-    uses_batch = any(isinstance(leaf, BatchInt) for node in stage.nodes for leaf in leaves((node.args, node.kwargs)))
-    if uses_batch:
+    arguments_read = [leaf for node in stage.nodes for leaf in leaves((node.args, node.kwargs))]
+    if any(isinstance(leaf, BatchInt | BatchFloat) for leaf in arguments_read):
         yield f"{pad * 2}{_local('batch', given)} = {batch_expression(given)}"
     for line in lines:
         yield f"{pad * 2}{line}"

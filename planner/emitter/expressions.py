@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.program import (
     MODEL_DTYPE,
+    BatchFloat,
     BatchInt,
     Constant,
     Device,
@@ -67,6 +68,8 @@ class Renderer:
             case BatchInt(per_row, constant):
                 product = self.batch if per_row == 1 else f"{per_row} * {self.batch}"
                 return product if not constant else f"({product} {'+' if constant > 0 else '-'} {abs(constant)})"
+            case BatchFloat(factor, power):
+                return f"({factor!r} {'*' if power == 1 else '/'} {self.batch})"
             case Dtype(name):
                 return self.dtype if name == MODEL_DTYPE else f"torch.{name}"
             case Constant(name):

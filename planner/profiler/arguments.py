@@ -14,6 +14,7 @@ from planner.errors import ProfileError
 from planner.names import function_name
 from planner.program import (
     MODEL_DTYPE,
+    BatchFloat,
     BatchInt,
     Constant,
     Device,
@@ -69,7 +70,7 @@ def resolve(value: Any, parameter: Callable[[str], torch.Tensor], target: Target
     match value:
         case ParamRef(name):
             return parameter(name)
-        case BatchInt():
+        case BatchInt() | BatchFloat():
             return value.at(target.rows)
         case Dtype(name):
             return find_dtype(name, target.dtype)

@@ -23,7 +23,7 @@ from planner.profiler.fake import build_meta, make_fake
 from planner.profiler.hidden import open_escaping
 from planner.profiler.recorder import Call, Recording, record
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
-from planner.program import MODEL_DTYPE, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
+from planner.program import MODEL_DTYPE, BatchFloat, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
 
 # Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple.
 _ROWS = (2, 3)
@@ -269,6 +269,18 @@ def _rows_leaf(base: Any, other: Any) -> Any:
     """Unify two constants recorded with different numbers of rows."""
     if type(base) is int and type(other) is int:
         return _rows_dim(base, other)
+    if type(base) is float and type(other) is float:
+        return _rows_float(base, other)
+    raise _StructureDiffersError(f"the constant {base!r} ({other!r} in the larger batch)", "")
+
+
+def _rows_float(base: float, other: float) -> BatchFloat:
+    """Return a float that is proportional to the rows, or to their inverse: two values say no more than that."""
+    first, second = _ROWS
+    if math.isclose(base * second, other * first, rel_tol=1e-12):
+        return BatchFloat(base / first)
+    if math.isclose(base * first, other * second, rel_tol=1e-12):
+        return BatchFloat(base * first, -1)
     raise _StructureDiffersError(f"the constant {base!r} ({other!r} in the larger batch)", "")
 
 
@@ -280,14 +292,14 @@ def _dtype_leaf(base: Any, other: Any) -> Any:
     limit = isinstance(base, float) and abs(base) > 1e4  # the lowest number of a dtype, used to mask
     if rounding or limit:
         return base
-    if isinstance(base, BatchInt) and type(other) is int and base.at(_ROWS[0]) == other:
+    if isinstance(base, BatchInt | BatchFloat) and type(other) in (int, float) and base.at(_ROWS[0]) == other:
         return base
     raise _StructureDiffersError(f"the constant {base!r} ({other!r} in float64)", "")
 
 
 def _training_leaf(base: Any, other: Any) -> Any:
     """Unify two constants recorded in training and in evaluation mode."""
-    if isinstance(base, BatchInt) and type(other) is int and base.at(_ROWS[0]) == other:
+    if isinstance(base, BatchInt | BatchFloat) and type(other) in (int, float) and base.at(_ROWS[0]) == other:
         return base
     if base == Dtype(MODEL_DTYPE) and isinstance(other, Dtype):
         return base

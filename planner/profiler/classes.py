@@ -4,6 +4,7 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from planner.model_profile import Sharding
@@ -50,7 +51,7 @@ def open_class(capture: Capture, call: Call) -> OpenedClass:
     }
     if call.leaf:
         return OpenedClass(None, (), {"": _module_info(capture, call, module)}, shapes)
-    call = _pass_parameters(call)
+    call = _pass_parameters(_localized(capture.model, call))
     if hidden_inputs(call):  # parameters of other modules that reach it by another way than its arguments
         return OpenedClass(None, (), {"": ModuleInfo(kind="opaque", parameters=shapes)}, shapes)
     calls = open_calls([call])
@@ -70,6 +71,36 @@ def open_class(capture: Capture, call: Call) -> OpenedClass:
             relative = "" if inner.target == call.target else inner.target.removeprefix(f"{call.target}.")
             modules[relative] = _module_info(capture, inner, capture.model.get_submodule(inner.target))
     return OpenedClass(body, named, modules, shapes)
+
+
+def _localized(model: nn.Module, call: Call) -> Call:
+    """Return a call in which modules and parameters that are shared with other modules go by their names in this one.
+
+    A recording has one name for each; a module that several blocks share has that of the first block.
+    """
+    module = model.get_submodule(call.target)
+    names: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    modules = {id(inner): name for name, inner in module.named_modules()}
+    tensors = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+    def local(owned: dict[int, str], value: object, name: str) -> str:
+        return f"{call.target}.{owned[id(value)]}".removesuffix(".") if id(value) in owned else name
+
+    def change(leaf: Any) -> Any:
+        return ParamRef(local(tensors, names.get(leaf.name), leaf.name)) if isinstance(leaf, ParamRef) else leaf
+
+    def changed(inner: Call) -> Call:
+        target = inner.target
+        return replace(
+            inner,
+            target=local(modules, model.get_submodule(target), target) if inner.kind == "module" else target,
+            args=map_argument(inner.args, change),
+            kwargs={key: map_argument(item, change) for key, item in inner.kwargs.items()},
+            result=map_argument(inner.result, change),
+            body=[changed(item) for item in inner.body],
+        )
+
+    return replace(changed(call), target=call.target)
 
 
 def _pass_parameters(call: Call) -> Call:

@@ -91,8 +91,9 @@ def _shapes(packet: Any, args: tuple[Any, ...]) -> int | None:
         return _recurrent(packet, args)
     if packet in (aten.mv, aten.dot):
         return 2 * args[0].numel()  # type: ignore[no-any-return]
-    if packet is aten._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # every row meets one of the matrices
-        return 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[2]  # type: ignore[no-any-return]
+    if packet is aten._grouped_mm:  # groups divide one dimension: every row, column or pair of them is in one group
+        groups = args[0].shape[0] if args[0].dim() == 3 and args[1].dim() == 3 else 1
+        return 2 * groups * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]  # type: ignore[no-any-return]
     return None
 
 

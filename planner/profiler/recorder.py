@@ -62,6 +62,9 @@ _OPERATORS = {
 _OPERATORS["__invert__"] = "operator.invert"
 
 
+# Functions of torch that are Python, and call what is recorded by a name that is not public.
+_PUBLIC_NAMES = {"torch._grouped_mm": "torch.nn.functional.grouped_mm"}
+
 # Of torch's modules, those whose forward is a composition of layers.
 _OPENED: tuple[type[nn.Module], ...] = (
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
@@ -244,6 +247,7 @@ class _Recorder(TorchFunctionMode):
         kind, target = _target(func, name)
         if kind == "skip":
             return result
+        target = _PUBLIC_NAMES.get(target, target)
         known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         call = self.add(kind, target, tuple(args), kwargs)
         call.in_place = (

@@ -7,8 +7,10 @@ before anything is recorded, because what has changed there may not raise.
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from planner.errors import UsageError
@@ -42,3 +44,32 @@ def quiet_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _grouped_product(
+    mode: FakeTensorMode,
+    func: Any,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Return the fake result of products of groups (the experts of a mixture) in other dtypes than bfloat16.
+
+    torch's own fake operator takes bfloat16 alone, though its kernels take float32 and float16 too, and the recording
+    in float64 has to pass. Groups lie along a dimension of a matrix that has two dimensions, in pieces that end at
+    `offs`; a matrix of three dimensions has one matrix for each group.
+    """
+    if left.dtype != right.dtype or left.dtype == torch.bfloat16 or not left.is_floating_point() or bias is not None:
+        return NotImplemented
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        if left.dim() == 2 and offs is None:
+            return NotImplemented
+        shape.insert(0, left.shape[0] if left.dim() == 3 or offs is None else offs.shape[0])
+    return left.new_empty(shape, dtype=out_dtype)
+
+
+if torch.__version__.split(".")[:2] == TESTED_TORCH.split("."):  # another version is refused by `check_torch`
+    fake_impls.register_op_impl(torch.ops.aten._grouped_mm.default)(_grouped_product)

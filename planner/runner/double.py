@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from planner.model_file import ModelFile, user_error
+from planner.runner.grouped import grouped_product
 
 BUILD_SEED = 1201
 PERTURBATION = 0.02  # standard deviation added to every parameter: the usual scale of initial weights
@@ -72,6 +73,8 @@ class ExactMode(TorchFunctionMode):
                 args = (*args[:position], 0.0, *args[position + 1 :])
             else:
                 given[name] = 0.0
+        if func is torch._grouped_mm:  # torch has no kernel of it for float64
+            return grouped_product(*args, **given)
         return func(
             *(_widen(value) for value in args),
             **{name: _widen(value) for name, value in given.items()},
