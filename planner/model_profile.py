@@ -142,6 +142,17 @@ class LayerCost(Record):
         return self.backward_input_time_s + self.backward_weight_time_s
 
 
+class WholeAt(Record):
+    """Why every rank holds the whole of a layer class at a tensor-parallel degree.
+
+    `forbidden`: no plan uses the degree, because it does not divide the heads of the layer's attention.
+    """
+
+    tp_degree: PositiveInt
+    reason: str
+    forbidden: bool = False
+
+
 class LayerClass(Record):
     """Layers that are the same computation: measured once. `body` is the module's own forward, opened once.
 
@@ -153,6 +164,7 @@ class LayerClass(Record):
     body: Program | None = None
     signature: Encoded = ()
     shardings: tuple[Sharding, ...] = ()
+    whole: tuple[WholeAt, ...] = ()
     costs: tuple[LayerCost, ...]
 
     def model_post_init(self, context: Any) -> None:
@@ -183,6 +195,10 @@ class LayerClass(Record):
     def sharding(self, name: str, tp_degree: int) -> Sharding | None:
         """Return the sharding of that name and degree, or None."""
         return next((s for s in self.shardings if s.name == name and s.tp_degree == tp_degree), None)
+
+    def whole_at(self, tp_degree: int) -> WholeAt | None:
+        """Return why the class stays whole at a degree, or None where it does not or nobody said."""
+        return next((whole for whole in self.whole if whole.tp_degree == tp_degree), None)
 
 
 class Layer(Record):

@@ -2,12 +2,14 @@
 
 import ast
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from planner.errors import FileFormatError
 from planner.program import Identifier
 from planner.records import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Record, read_text, validate
+from planner.units import counted
 
 PLAN_VERSION = 1
 
@@ -39,7 +41,10 @@ class MemoryUse(Record):
 
 
 class StagePrediction(Record):
-    """What `cost.evaluate` says of one stage; times are per microbatch except those per step."""
+    """What `cost.evaluate` says of one stage; times are per microbatch except those per step.
+
+    `param_count` is the number of parameters that one GPU computes with, before data parallelism shards them.
+    """
 
     forward_time_s: NonNegativeFloat
     backward_time_s: NonNegativeFloat
@@ -49,12 +54,25 @@ class StagePrediction(Record):
     data_parallel_time_s: NonNegativeFloat = 0.0
     optimizer_time_s: NonNegativeFloat = 0.0
     busy_time_s: NonNegativeFloat
+    param_count: NonNegativeInt = 0
     memory: MemoryUse
 
     @property
     def time_s(self) -> float:
         """Seconds per microbatch: forward and backward, recomputation and tensor-parallel communication included."""
         return self.forward_time_s + self.backward_time_s
+
+
+class WholePart(Record):
+    """Layers, or a `module` in each of them, that every tensor-parallel rank holds whole, and why.
+
+    `param_count` is that of one layer.
+    """
+
+    layers: tuple[str, ...]
+    module: str = ""
+    param_count: NonNegativeInt
+    reason: str
 
 
 class Prediction(Record):
@@ -68,6 +86,13 @@ class Prediction(Record):
     exposed_comm_time_s: NonNegativeFloat = 0.0
     bottleneck_stage: NonNegativeInt
     stages: tuple[StagePrediction, ...]
+    whole: tuple[WholePart, ...] = ()
+
+    @property
+    def heaviest_stage(self) -> int:
+        """The stage whose GPUs hold most parameters, the first of equal ones."""
+        counts = [stage.param_count for stage in self.stages]
+        return counts.index(max(counts))
 
     @property
     def peak_bytes(self) -> int:
@@ -143,8 +168,32 @@ class RunnerUp(Record):
     reason: str
 
 
+def coverage_problem(found: Sequence[str], layers: Sequence[str]) -> str | None:
+    """Return what keeps the stages' layers `found` from being the model's `layers`, each once and in order; or None."""
+    count = counted(len(layers), "layer")
+    if missing := [name for name in layers if name not in set(found)]:
+        return f"its stages leave out {_some(missing)} ({len(missing)} of {count})"
+    if unknown := [name for name in found if name not in set(layers)]:
+        return f"its stages have {_some(unknown)}, which {'are' if len(unknown) > 1 else 'is'} none of its {count}"
+    if len(found) != len(layers):
+        twice = next(name for name in found if found.count(name) > 1)
+        return f"its stages have layer {twice!r} twice"
+    wrong = next((pair for pair in zip(found, layers, strict=True) if pair[0] != pair[1]), None)
+    return f"its stages have {wrong[0]!r} where {wrong[1]!r} comes next in the model" if wrong else None
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    """Return names, the first ones of many."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
 class Plan(Record):
-    """A whole plan; valid once built."""
+    """A whole plan; valid once built.
+
+    `layers` are all layers of the model in their order, taken from the stages where it is left out: a plan edited by
+    hand that lost one of them is refused, by name.
+    """
 
     plan_version: int = PLAN_VERSION
     global_batch_size: PositiveInt
@@ -154,6 +203,7 @@ class Plan(Record):
     optimizer: Optimizer
     precision: Precision
     stages: tuple[Stage, ...]
+    layers: tuple[str, ...] = ()
     origin: Origin
     prediction: Prediction | None = None
     solver: SolverReport | None = None
@@ -179,6 +229,10 @@ class Plan(Record):
             if len(set(names)) != len(names):
                 twice = next(name for name in names if names.count(name) > 1)
                 raise ValueError(f"{what} {twice!r} is in two stages")
+        if not self.layers:
+            object.__setattr__(self, "layers", tuple(used["layer"]))
+        if problem := coverage_problem(used["layer"], self.layers):
+            raise ValueError(f"the plan does not have every layer once: {problem}")
 
     @property
     def pp_degree(self) -> int:

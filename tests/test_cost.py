@@ -210,7 +210,7 @@ def test_a_missing_number_is_an_error_that_names_the_layer() -> None:
 
 def test_plans_of_other_layers_or_more_gpus_are_refused() -> None:
     profile, other = equal_profile(3), timed_profile([1.0, 1.0])
-    with pytest.raises(UsageError, match=r"'nothing' where the profile 'test' has 'layers\.2'"):
+    with pytest.raises(UsageError, match=r"leave out 'layers\.2'"):
         price(make_plan(other), profile)
     with pytest.raises(UsageError, match="uses 3 GPUs, the cluster 'test' has 2"):
         price(make_plan(profile, [1, 2]), profile, make_cluster(2))

@@ -82,7 +82,7 @@ def test_a_plan_for_another_profile_is_refused(profile: ModelProfile) -> None:
     fewer = profile.replace(layers=profile.layers[:-1], edges=())
     with pytest.raises(EmitError) as caught:
         emit(plan, fewer)
-    assert "6 layers and the profile has 5" in caught.value.message
+    assert "its stages have 'head', which is none of its 5 layers" in caught.value.message
 
 
 def test_inputs_whose_rows_are_two_dimensions_are_refused(profile: ModelProfile) -> None:

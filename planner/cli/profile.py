@@ -67,6 +67,7 @@ def profile(
             dtype=dtype,
             inputs=inputs,
             blocks=tuple(part.strip() for part in blocks.split(",")) if blocks else (),
+            refuse_degrees=degrees is not None,
             progress=progress,
         )
     path = output or PROFILES_FOLDER / f"{result.name}.json"

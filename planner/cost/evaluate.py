@@ -7,6 +7,7 @@ from planner.cluster import Cluster, Gpu
 from planner.cost.communication import Route, collective_s, message_route, ring_route, slowest, transfer_s
 from planner.cost.layers import REPLICATED, LayerNumbers, layer_numbers, parameter_sharding, tie_conflict
 from planner.cost.memory import input_bytes, stage_values
+from planner.cost.parameters import ParameterCounts
 from planner.cost.simulation import Message
 from planner.cost.stage import stage_elements, stage_memory, stage_times
 from planner.cost.states import COMPUTE_DTYPE, StateRules
@@ -14,7 +15,7 @@ from planner.cost.step import Event, PricedStages, all_events, finish_step, play
 from planner.errors import UsageError
 from planner.graph import shared_storages
 from planner.model_profile import Edge, ModelProfile
-from planner.plan import Plan, Prediction, StagePrediction
+from planner.plan import Plan, Prediction, StagePrediction, coverage_problem
 from planner.schedule import Action, stage_actions
 
 
@@ -30,6 +31,7 @@ class Pricer:
         self._numbers: dict[tuple[str, int, int, str, Route], LayerNumbers] = {}
         self._routes: dict[tuple[int, ...], Route] = {}
         self._inputs: dict[int, tuple[int, ...]] = {}
+        self.parameters = ParameterCounts(profile, self.shared)
 
     def numbers(self, class_name: str, rows: int, tp_degree: int, sharding: str, route: Route) -> LayerNumbers:
         """Return what a layer of that class costs."""
@@ -96,6 +98,10 @@ class Pricer:
             sends[message.source] += message.forward_busy_s + message.forward_latency_s
             if message.has_gradient:
                 sends[message.target] += message.backward_busy_s + message.backward_latency_s
+        counts = [
+            self.parameters.of_stage(first, stop, stage.tp_degree, stage.shardings)
+            for (first, stop), stage in zip(self._spans(plan), plan.stages, strict=True)
+        ]
         stages = tuple(
             StagePrediction(
                 forward_time_s=t.forward_action_s(),
@@ -107,6 +113,7 @@ class Pricer:
                 optimizer_time_s=t.optimizer_s + t.cast_s,
                 busy_time_s=m * (t.forward_action_s() + t.backward_action_s())
                 + t.cast_s + t.gather_s + t.reduce_s + tied_s[index] + t.optimizer_s,
+                param_count=counts[index],
                 memory=priced.memory[index],
             )
             for index, t in enumerate(priced.times)
@@ -121,6 +128,7 @@ class Pricer:
             exposed_comm_time_s=max(0.0, step_s - silent_s),
             bottleneck_stage=max(range(plan.pp_degree), key=lambda index: (stages[index].time_s, -index)),
             stages=stages,
+            whole=tuple(self.parameters.whole_parts(plan.stages)),
         )
 
     def timeline(self, plan: Plan) -> tuple[Event, ...]:
@@ -174,12 +182,9 @@ class Pricer:
         """Return [first, stop) of every stage; UsageError unless the stages are the profile's layers in order."""
         names = [name for stage in plan.stages for name in stage.layers]
         expected = [layer.name for layer in self.profile.layers]
-        if names != expected:
-            position = next((i for i, (a, b) in enumerate(zip(names, expected, strict=False)) if a != b), len(names))
-            found = names[position] if position < len(names) else "nothing"
-            wanted = expected[position] if position < len(expected) else "nothing"
+        if problem := coverage_problem(names, expected):
             raise UsageError(
-                f"the plan has {found!r} where the profile {self.profile.name!r} has {wanted!r}",
+                f"the plan is not for the profile {self.profile.name!r}: {problem}",
                 hint="price the plan with the profile it was made from",
             )
         spans, first = [], 0

@@ -6,7 +6,7 @@ from planner.cost.layers import REPLICATED, tie_conflict
 from planner.errors import EmitError
 from planner.graph import shared_storages
 from planner.model_profile import LayerClass, ModelProfile, Sharding
-from planner.plan import Plan
+from planner.plan import Plan, coverage_problem
 from planner.program import BatchInt, Node, Ref, Tensor, leaves
 
 
@@ -60,11 +60,9 @@ def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
 def _stage_of_layers(plan: Plan, profile: ModelProfile) -> list[int]:
     order = [name for stage in plan.stages for name in stage.layers]
     names = [layer.name for layer in profile.layers]
-    if order != names:
-        wrong = next((a for a, b in zip(order, names, strict=False) if a != b), "a layer")
+    if problem := coverage_problem(order, names):
         raise EmitError(
-            f"the plan's stages list {len(order)} layers and the profile has {len(names)}; they differ at {wrong!r}",
-            hint="solve again with this profile",
+            f"the plan is not for the profile {profile.name!r}: {problem}", hint="solve again with this profile"
         )
     return [index for index, stage in enumerate(plan.stages) for _ in stage.layers]
 

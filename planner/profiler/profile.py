@@ -14,14 +14,14 @@ from torch import nn
 from planner.cluster import Gpu, read_gpu
 from planner.errors import UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
-from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding
+from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding, WholeAt
 from planner.profiler import user_code as user
 from planner.profiler.blocks import select_calls
 from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.classes import OpenedClass, open_class, shardings_of
+from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
 from planner.profiler.execute import Target, outside_results, run_derived
 from planner.profiler.fake import model_dtype
-from planner.profiler.hints import compare_with_tp_plan
 from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import (
     Segment,
@@ -34,11 +34,12 @@ from planner.profiler.layers import (
     variable_names,
 )
 from planner.profiler.modules import ModuleSource
+from planner.profiler.notes import degree_notes, hint_notes, loss_notes, noise_notes
 from planner.profiler.recorder import Call
 from planner.profiler.segment import SegmentRunner
 from planner.profiler.segments import divided_nodes
 from planner.profiler.torch_internals import FakeTensorMode, check_torch
-from planner.program import Fields, Program, Ref
+from planner.program import Program
 from planner.shrink import Shrink, shrink_model_file
 
 Progress = Callable[[str, int, int], None]
@@ -59,6 +60,7 @@ class _Class:
     call: Call
     opened: OpenedClass
     shardings: tuple[Sharding, ...]
+    whole: tuple[WholeAt, ...]
 
 
 def profile_model(
@@ -72,11 +74,13 @@ def profile_model(
     inputs: str | None = None,
     blocks: tuple[str, ...] = (),
     shrink: Shrink | None = None,
+    refuse_degrees: bool = False,
     progress: Progress = lambda text, done, total: None,
 ) -> ModelProfile:
     """Return the profile of the model in a file; measured on `device`, or computed for the GPU type `gpu`.
 
     `blocks` names the containers whose members are the layers; `shrink` profiles a smaller twin of the model.
+    With `refuse_degrees` a degree that does not divide the model's heads is a UsageError, else it is noted only.
     CaptureError names the statement that can't be recorded, ProfileError the layer that can't be run.
     """
     check_torch()
@@ -100,6 +104,8 @@ def profile_model(
     segments = divide(program, captured.model, derived)
     degrees = tp_degrees or (COMPUTED_TP_DEGREES if gpu_type else MEASURED_TP_DEGREES)
     classes, names = _classes(captured, calls, program, segments, len(with_loss.nodes), degrees)
+    if refuse_degrees:
+        check_degrees(degrees, [(item.name, item.opened, item.whole) for item in classes])
     sizes = tuple(sorted(microbatch_sizes or (COMPUTED_MICROBATCH_SIZES if gpu_type else MEASURED_MICROBATCH_SIZES)))
     pricer = _Pricer(file, captured, with_loss, derived, gpu_type, torch.device(device_name), target_dtype)
     costs = pricer.price(classes, sizes, progress)
@@ -121,6 +127,7 @@ def profile_model(
                 body=item.opened.body if item.shardings else None,
                 signature=item.opened.signature if item.shardings else (),
                 shardings=item.shardings,
+                whole=item.whole,
                 costs=tuple(costs[item.name]),
             )
             for item in classes
@@ -133,48 +140,12 @@ def profile_model(
         notes=(
             *file.notes,
             *captured.notes,
-            *_hint_notes(captured, classes),
-            *_loss_notes(captured),
-            *_noise_notes(costs),
+            *hint_notes(captured, ((item.segment.module, item.shardings) for item in classes)),
+            *degree_notes(whole for item in classes for whole in item.whole),
+            *loss_notes(captured),
+            *noise_notes(costs),
         ),
     )
-
-
-NOISY_FRACTION = 0.5
-
-
-def _loss_notes(captured: Capture) -> list[str]:
-    loss = captured.tensors.get(captured.loss.name) if isinstance(captured.loss, Ref) else None
-    scalar = loss is not None and loss.shape == ()
-    if scalar or captured.loss_calls or _has_loss_field(captured):
-        return []
-    return ["no loss was profiled: give the model file loss_fn(output, target) and example_target(batch_size)"]
-
-
-def _has_loss_field(captured: Capture) -> bool:
-    return isinstance(captured.output, Fields) and any(name == "loss" for name, _ in captured.output.items)
-
-
-def _noise_notes(costs: dict[str, list[LayerCost]]) -> list[str]:
-    noisy = {name: max(cost.spread_fraction for cost in listed) for name, listed in costs.items()}
-    worst = max(noisy, key=lambda name: noisy[name])
-    if noisy[worst] <= NOISY_FRACTION:
-        return []
-    count = sum(spread > NOISY_FRACTION for spread in noisy.values())
-    return [
-        (
-            f"{count} of {len(noisy)} layer classes were measured with a spread over {NOISY_FRACTION:.0%} "
-            f"(worst {worst}): the machine was busy; profile again when it is not"
-        )
-    ]
-
-
-def _hint_notes(captured: Capture, classes: list[_Class]) -> list[str]:
-    notes: dict[str, None] = {}
-    for item in classes:
-        for sharding in item.shardings:
-            notes.update(dict.fromkeys(compare_with_tp_plan(captured.model, item.segment.module, sharding)))
-    return list(notes)
 
 
 def _classes(
@@ -198,15 +169,20 @@ def _classes(
             taken[base] = taken.get(base, 0) + 1
             opened = open_class(captured, calls[position])
             read = _parameters_read_beside(program, segment)
+            divided = [degree for degree in degrees if degree > 1]
+            found = [forbidden_at(opened, degree, captured.model, segment.module) for degree in divided]
+            whole = [item for item in found if item is not None]
             shardings = tuple(
                 sharding
-                for degree in degrees
-                if degree > 1
+                for degree, forbidden in zip(divided, found, strict=True)
+                if forbidden is None
                 for sharding in shardings_of(captured, calls[position], opened, degree)
                 if not read & set(sharding.parameters)
             )
+            usable = {sharding.tp_degree for sharding in shardings} | {item.tp_degree for item in whole}
+            whole += [undivided_at(opened, degree) for degree in divided if degree not in usable]
             name = base if taken[base] == 1 else f"{base}_{taken[base]}"
-            known[key] = _Class(name, segment, stop, calls[position], opened, shardings)
+            known[key] = _Class(name, segment, stop, calls[position], opened, shardings, tuple(whole))
         names.append(known[key].name)
     return list(known.values()), names
 

@@ -20,6 +20,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "bubble_fraction": prediction.bubble_fraction if prediction else None,
         "bottleneck_stage": prediction.bottleneck_stage if prediction else None,
         "peak_bytes": prediction.peak_bytes if prediction else None,
+        "heaviest_stage": prediction.heaviest_stage if prediction else None,
+        "max_param_count": max(stage.param_count for stage in prediction.stages) if prediction else None,
         "global_batch_size": plan.global_batch_size,
         "pp_degree": plan.pp_degree,
         "tp_degree": plan.tp_degree,
@@ -36,12 +38,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "recompute": list(stage.recompute),
                 "shardings": dict(stage.shardings),
                 "gpus": list(stage.gpus),
+                "param_count": prediction.stages[index].param_count if prediction else None,
                 "time_s": prediction.stages[index].time_s if prediction else None,
                 "peak_bytes": prediction.stages[index].memory.peak_bytes if prediction else None,
                 "memory": prediction.stages[index].memory.model_dump() if prediction else None,
             }
             for index, stage in enumerate(plan.stages)
         ],
+        "whole": [part.model_dump(mode="json") for part in prediction.whole] if prediction else [],
         "runners_up": [runner_up.model_dump() for runner_up in plan.runners_up],
     }
 

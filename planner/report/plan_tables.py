@@ -71,19 +71,31 @@ def plan_table(plan: Plan) -> RenderableType:
             format_seconds(priced.backward_time_s) if priced else "-",
             format_bytes(priced.memory.peak_bytes) if priced else "-",
         )
-    return Group(Text(headline(plan)), table)
+    return Group(Text(headline(plan)), table, *(Text(line) for line in whole_lines(plan)))
+
+
+def whole_lines(plan: Plan) -> list[str]:
+    """Return a line for whatever every tensor-parallel rank holds whole, with the reason."""
+    lines = []
+    for part in plan.prediction.whole if plan.prediction else ():
+        what = f"{part.module} of {layer_ranges(part.layers)}" if part.module else layer_ranges(part.layers)
+        each = " each" if len(part.layers) > 1 else ""
+        count = f"{format_count(part.param_count)} parameters{each}"
+        lines.append(f"whole on every tensor-parallel rank: {what} ({count}): {part.reason}")
+    return lines
 
 
 def memory_table(plan: Plan) -> Table:
     """Return the peak memory of every stage's GPUs by owner."""
-    table = Table(box=box.SIMPLE, title="peak memory of one GPU, by owner", title_justify="left")
+    table = Table(box=box.SIMPLE, title="parameters and peak memory of one GPU, by owner", title_justify="left")
     table.add_column("stage", justify="right")
-    for name in (*OWNERS, "peak_bytes"):
+    for name in ("parameters", *OWNERS, "peak_bytes"):
         table.add_column(name.removesuffix("_bytes"), justify="right")
     assert plan.prediction is not None
     for index, stage in enumerate(plan.prediction.stages):
         values = [getattr(stage.memory, name) for name in OWNERS]
-        table.add_row(str(index), *(format_bytes(value) for value in (*values, stage.memory.peak_bytes)))
+        count = format_count(stage.param_count)
+        table.add_row(str(index), count, *(format_bytes(value) for value in (*values, stage.memory.peak_bytes)))
     return table
 
 

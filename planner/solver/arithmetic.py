@@ -22,12 +22,21 @@ def _pinned_conflict(space: Space) -> Conflict | None:
     num_layers, per_node, batch = len(profile.layers), space.pricer.cluster.gpus_per_node, request.global_batch_size
     pinned = {key: next(iter(values)) for key, values in pins.values.items()}
     tp, pp = pinned.get("tp_degree"), pinned.get("pp_degree")
+    allowed = [degree for degree in space.tp_degrees if space.forbidden(degree) is None]
+    if tp is not None and (found := space.forbidden(tp)):
+        return Conflict(
+            constraint="heads",
+            message=(
+                f"tp_degree {tp} does not divide layer class {found[0]!r}: {found[1]}; "
+                f"the profile's degrees that do are {_listed(allowed)}"
+            ),
+        )
     if tp is not None and tp not in space.tp_degrees:
         return Conflict(
             constraint="sharding",
             message=(
                 f"no layer of {profile.name!r} can be divided over tp_degree {tp}; "
-                f"the profile has costs for {_listed(space.tp_degrees)}"
+                f"the profile has costs for {_listed(allowed)}"
             ),
         )
     if tp is not None and tp > per_node and not request.theoretical:
@@ -105,12 +114,13 @@ def _combined_conflict(space: Space) -> Conflict:
     """Return the conflict of everything together, where no single pin is at fault."""
     request, num_layers = space.request, len(space.pricer.profile.layers)
     batch, degrees = request.global_batch_size, list(space.degrees())
+    allowed = [degree for degree in space.tp_degrees if space.forbidden(degree) is None]
     if not degrees:
         return Conflict(
             constraint="gpus",
             message=(
                 f"no pp_degree x tp_degree x dp_degree makes {request.num_gpus} GPUs with at most {num_layers} "
-                f"stages ({num_layers} layers), tp_degree one of {_listed(space.tp_degrees)}, pins and exclusions"
+                f"stages ({num_layers} layers), tp_degree one of {_listed(allowed)}, pins and exclusions"
             ),
         )
     fitting = [(pp, dp) for pp, _, dp in degrees if batch % dp == 0]

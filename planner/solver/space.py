@@ -8,6 +8,7 @@ Constraints have names, which an infeasible problem quotes:
     sharding      tp_degree > 1 needs a layer with costs at that degree; a block that can be divided is (whole on every
                   rank it would be computed again and again: that is what fewer GPUs are for), and tied parameters are
                   divided the same way
+    heads         tp_degree divides the heads of every block's attention
     node          tp_degree <= GPUs of a node
     warm-up       num_microbatches >= pp_degree for 1f1b
     scalar-parameters
@@ -87,6 +88,14 @@ class Space:
             }
         return sorted(known)
 
+    def forbidden(self, tp_degree: int) -> tuple[str, str] | None:
+        """Return (layer class, reason) where a layer class forbids a degree, or None."""
+        for layer_class in self.pricer.profile.layer_classes:
+            whole = layer_class.whole_at(tp_degree)
+            if whole is not None and whole.forbidden:
+                return layer_class.name, whole.reason
+        return None
+
     def has_cost(self, class_name: str, sharding: str, tp_degree: int) -> bool:
         """Return whether the profile has costs of a class at that degree and sharding."""
         layer_class = next(c for c in self.pricer.profile.layer_classes if c.name == class_name)
@@ -104,7 +113,7 @@ class Space:
         num_gpus, num_layers = self.request.num_gpus, len(self.pricer.profile.layers)
         largest = num_gpus if self.request.theoretical else self.pricer.cluster.gpus_per_node
         for tp in self.tp_degrees:
-            if num_gpus % tp or tp > largest or not self.admits("tp_degree", tp):
+            if num_gpus % tp or tp > largest or not self.admits("tp_degree", tp) or self.forbidden(tp):
                 continue
             for pp in divisors(num_gpus // tp):
                 dp = num_gpus // tp // pp

@@ -42,6 +42,19 @@ def _check_model(model: nn.Module, expected: str) -> str:
     return found
 
 
+def _check_layers(plan: dict[str, Any]) -> None:
+    """Raise where the stages do not have every layer of the model once: PLAN was edited by hand."""
+    expected = list(plan.get("layers") or ())
+    found = [name for stage in plan["stages"] for name in stage["layers"]]
+    if expected and found != expected:
+        missing = [name for name in expected if name not in found]
+        problem = f"leave out {', '.join(missing)}" if missing else "have a layer twice, or in another order"
+        raise PlanError(
+            f"the stages in PLAN {problem}: every layer must be in one stage, in the model's order\n"
+            "hint: undo the edit, or solve again with --pin cuts=LAYER,LAYER"
+        )
+
+
 def _check_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise PlanError(

@@ -20,7 +20,7 @@ from planner.emitter.runtime.build import (
     _shard_of,
     _tie,
 )
-from planner.emitter.runtime.checks import PlanError, _check_model, _check_shape, _check_torch
+from planner.emitter.runtime.checks import PlanError, _check_layers, _check_model, _check_shape, _check_torch
 from planner.emitter.runtime.communication import _join
 from planner.emitter.runtime.data_parallel import _distribute, _local, _norm, _scale, _whole
 from planner.emitter.runtime.executor import _Executor, stage_actions
@@ -47,6 +47,7 @@ def setup(
     `precision` takes the place of the plan's: "fp32" computes in the dtype that the model is built in.
     """
     _check_torch()
+    _check_layers(PLAN)
     ranks = _Ranks(device)
     precision = precision or PLAN["precision"]
     random_state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]

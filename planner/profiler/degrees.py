@@ -1,0 +1,146 @@
+"""At which tensor-parallel degrees a layer class may be divided, and why it stays whole at the others.
+
+A degree must divide the heads of a block: half a head can't be computed. Heads are told from the recorded body: the
+output of a linear layer that is viewed as (..., heads, head size). One head alone is shared, and may stay whole.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from planner.errors import UsageError
+from planner.model_profile import WholeAt
+from planner.profiler.classes import OpenedClass
+from planner.program import Node, Program, Ref, leaves
+from planner.tp_rules import ModuleInfo
+
+_VIEWS = {"view", "reshape", "unflatten"}
+_PARTS = {"chunk", "split", "tensor_split", "unbind", "split_with_sizes"}
+_MAX_PARTS = 4  # of a fused projection that is viewed as (..., parts, heads, head size)
+_HEADS_NAME = re.compile(r"heads?(_kv|_q)?$|^n_?heads?|^num_.*heads$")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads that a linear layer's output is viewed as."""
+
+    module: str
+    count: int
+
+
+def find_heads(opened: OpenedClass) -> tuple[Heads, ...]:
+    """Return the heads of every linear layer of a class whose output is viewed by heads, in the order of the calls."""
+    body = opened.body
+    found: dict[str, Heads] = {}
+    for node in body.nodes if body is not None else ():
+        info = opened.modules.get(node.target) if node.kind == "module" else None
+        if body is None or info is None or info.kind != "linear":
+            continue
+        for count in _viewed_heads(body, list(node.writes())):
+            found.setdefault(node.target, Heads(node.target, count))
+    return tuple(found.values())
+
+
+def _viewed_heads(body: Program, values: list[str]) -> Iterator[int]:
+    """Yield the number of heads of every view of the values, or of the parts they are taken into."""
+    followed = set(values)
+    for node in body.nodes:
+        if node.kind == "module" or not followed & set(node.reads()):
+            continue
+        operation = node.target.rpartition(".")[2]
+        if operation in _PARTS or (node.kind == "getitem" and not isinstance(node.args[1], tuple)):
+            followed.update(node.writes())
+        elif operation in _VIEWS:
+            yield from _heads_of_view(body, node)
+
+
+def _heads_of_view(body: Program, node: Node) -> Iterator[int]:
+    """Yield the heads where a view takes the last dimension apart: (heads, size), or (parts, heads, size)."""
+    source = next((leaf for leaf in leaves(node.args) if isinstance(leaf, Ref)), None)
+    writes = list(node.writes())
+    if source is None or len(writes) != 1:
+        return
+    last, after = body.tensors[source.name].shape[-1], body.tensors[writes[0]].shape
+    taken: list[int] = []
+    for size in reversed(after):
+        if not isinstance(size, int) or math.prod(taken) == last:
+            break
+        taken.insert(0, size)
+    if len(taken) < 2 or math.prod(taken) != last:
+        return
+    is_fused = len(taken) > 2 and taken[0] <= _MAX_PARTS
+    yield taken[1] if is_fused else taken[0]
+
+
+def forbidden_at(opened: OpenedClass, degree: int, model: nn.Module, module: str) -> WholeAt | None:
+    """Return why no plan may divide a class, whose first layer is `module`, over a degree; None where one may."""
+    for heads in find_heads(opened):
+        if heads.count > 1 and heads.count % degree:
+            where = f"{module}.{heads.module}" if module else heads.module
+            named = _configured(model, where, heads.count)
+            shown = f"{heads.count} heads" + (f" ({named})" if named else "")
+            return WholeAt(tp_degree=degree, reason=f"{where} gives {shown}, not divisible by {degree}", forbidden=True)
+    return None
+
+
+def undivided_at(opened: OpenedClass, degree: int) -> WholeAt:
+    """Return why a class, for which no sharding was found, stays whole at a degree."""
+    return WholeAt(tp_degree=degree, reason=_reason(opened, degree))
+
+
+def _configured(model: nn.Module, module: str, count: int) -> str:
+    """Return 'num_key_value_heads=4': the settings of the module's owners, or of the model, with that many heads."""
+    parts = module.split(".")
+    owners = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts) - 1, -1, -1)]
+    sources = [vars(owner) for owner in owners] + [_settings(owner) for owner in owners]
+    for source in sorted(sources, key=lambda values: "num_key_value_heads" not in values):
+        names = [
+            name
+            for name, value in source.items()
+            if isinstance(value, int) and not isinstance(value, bool) and value == count and _HEADS_NAME.search(name)
+        ]
+        if names:
+            return ", ".join(f"{name}={count}" for name in names)
+    return ""
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    config = getattr(module, "config", None)
+    return dict(config) if isinstance(config, dict) else dict(getattr(config, "__dict__", {}))
+
+
+def _reason(opened: OpenedClass, degree: int) -> str:
+    divisible = {name: info for name, info in opened.modules.items() if info.kind in ("linear", "embedding")}
+    if not divisible:
+        return "it has no linear or embedding layer"
+    if opened.body is None:
+        info = divisible[""]
+        size, what = _size(info)
+        if size % degree:
+            return f"its {size} {what} do not divide by {degree}"
+    names = ", ".join(name or "its weight" for name in divisible)
+    return f"no division of {names} over {degree} was found that computes the same"
+
+
+def _size(info: ModuleInfo) -> tuple[int, str]:
+    weight = info.parameters["weight"]
+    return (weight[0], "rows") if info.kind == "embedding" else (weight[info.weight_out_dim], "output features")
+
+
+def check_degrees(asked: Sequence[int], classes: Sequence[tuple[str, OpenedClass, Sequence[WholeAt]]]) -> None:
+    """Raise UsageError for the first degree that the heads of a class (name, opened, why whole) forbid."""
+    counts = [heads.count for _, opened, _ in classes for heads in find_heads(opened) if heads.count > 1]
+    for name, _, whole in classes:
+        for item in whole:
+            if item.forbidden and item.tp_degree in asked:
+                common = math.gcd(*counts)
+                allowed = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+                raise UsageError(
+                    f"--tp {item.tp_degree} does not divide layer class {name}: {item.reason}; "
+                    f"degrees that divide all heads of the model: {allowed}",
+                    hint=f"leave {item.tp_degree} out of --tp",
+                )

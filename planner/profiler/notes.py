@@ -1,0 +1,56 @@
+"""What people should know of a profile beside its numbers."""
+
+from collections.abc import Iterable
+
+from planner.model_profile import LayerCost, Sharding, WholeAt
+from planner.profiler.capture import Capture
+from planner.profiler.hints import compare_with_tp_plan
+from planner.program import Fields, Ref
+
+NOISY_FRACTION = 0.5
+
+
+def loss_notes(captured: Capture) -> list[str]:
+    """Return a note where neither the model nor its file has a loss."""
+    loss = captured.tensors.get(captured.loss.name) if isinstance(captured.loss, Ref) else None
+    scalar = loss is not None and loss.shape == ()
+    if scalar or captured.loss_calls or _has_loss_field(captured):
+        return []
+    return ["no loss was profiled: give the model file loss_fn(output, target) and example_target(batch_size)"]
+
+
+def _has_loss_field(captured: Capture) -> bool:
+    return isinstance(captured.output, Fields) and any(name == "loss" for name, _ in captured.output.items)
+
+
+def noise_notes(costs: dict[str, list[LayerCost]]) -> list[str]:
+    """Return a note where measured times spread too far to be relied on."""
+    noisy = {name: max(cost.spread_fraction for cost in listed) for name, listed in costs.items()}
+    worst = max(noisy, key=lambda name: noisy[name])
+    if noisy[worst] <= NOISY_FRACTION:
+        return []
+    count = sum(spread > NOISY_FRACTION for spread in noisy.values())
+    return [
+        (
+            f"{count} of {len(noisy)} layer classes were measured with a spread over {NOISY_FRACTION:.0%} "
+            f"(worst {worst}): the machine was busy; profile again when it is not"
+        )
+    ]
+
+
+def degree_notes(whole: Iterable[WholeAt]) -> list[str]:
+    """Return a note for every degree that heads forbid, with the first reason."""
+    found: dict[int, str] = {}
+    for item in whole:
+        if item.forbidden:
+            found.setdefault(item.tp_degree, f"no plan uses tp_degree {item.tp_degree}: {item.reason}")
+    return [found[degree] for degree in sorted(found)]
+
+
+def hint_notes(captured: Capture, divided: Iterable[tuple[str, Iterable[Sharding]]]) -> list[str]:
+    """Return notes on where the rules differ from the model's own plan; `divided` are layers and their shardings."""
+    notes: dict[str, None] = {}
+    for module, shardings in divided:
+        for sharding in shardings:
+            notes.update(dict.fromkeys(compare_with_tp_plan(captured.model, module, sharding)))
+    return list(notes)
