@@ -89,7 +89,8 @@ class Sharding(Record):
     `styles` and `parameters` are keyed by names relative to the layer ('attn.c_attn', 'attn.c_attn.weight').
     `enter` names values of the body that become inputs of divided computation (identity forward, all-reduce backward),
     each with the nodes that read it there; `gather` the modules whose output is gathered again;
-    `partial_gradients` names replicated parameters whose gradient must be summed over the group.
+    `partial_gradients` names replicated parameters whose gradient must be summed over the group. `draws_apart` names
+    nodes of the body that draw random numbers for a divided value, which must differ from rank to rank.
     """
 
     name: Identifier
@@ -102,6 +103,7 @@ class Sharding(Record):
     partial_gradients: tuple[QualifiedName, ...] = ()
     collectives: tuple[CollectiveCall, ...] = ()
     replicated: dict[QualifiedName, str] = {}
+    draws_apart: tuple[Identifier, ...] = ()
 
 
 def _check_known(names: Iterable[str], known: Container[str], what: str) -> None:

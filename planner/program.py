@@ -368,7 +368,8 @@ class Node(Record):
     or attribute (method, attribute; the tensor is args[0]); getitem is `args[0][args[1]]`, setitem assigns args[2].
     `result` is the structure of what it returns: `Ref`s to the tensors in it. A node that makes one tensor
     has `result == Ref(name)`; one that makes several names each, and one that returns a value made before (a write in
-    place, a cast to the dtype it has) refers to that value: then `name` only identifies the node.
+    place, a cast to the dtype it has) refers to that value: then `name` only identifies the node. `random`: it draws
+    random numbers when the model trains.
     """
 
     name: Identifier
@@ -379,6 +380,7 @@ class Node(Record):
     result: Encoded = None
     in_place: bool = False
     no_grad: bool = False
+    random: bool = False
 
     def model_post_init(self, context: Any) -> None:
         """Validate the target by its kind, and that the arguments are some."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.emitter import emit, write_plan
 from planner.errors import CaptureError
@@ -25,6 +26,9 @@ EXACT = (
     "hidden:reentrant_blocks",
     "hidden:checkpointing_model",
     "hidden:reentrant_model",
+    "randomness:shared_noise",
+    "randomness:stochastic_depth",
+    "randomness:shuffled",
 )
 LAYOUTS = (
     {"pp_degree": 2, "tp_degree": 2, "recompute": True},
@@ -82,3 +86,38 @@ def test_a_function_of_ones_own_between_layers_is_refused_with_its_line() -> Non
     assert line_of("hidden", "x = Straight.apply(block(x))") in caught.value.message
     assert "custom autograd function" in caught.value.message
     assert "a module of its own" in caught.value.hint
+
+
+def test_dropout_is_reproducible_whole_on_whole_values_and_apart_on_divided_ones(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    profile = profiled("randomness:dropout")
+    paths = [tmp_path / "once.py", tmp_path / "again.py", tmp_path / "recomputed.py"]
+    for path in paths:
+        plan = even_plan(profile, tp_degree=2, dp_degree=2, recompute=path.stem == "recomputed", num_microbatches=4)
+        write_plan(emit(plan, profile), path)
+    ranks = pool.run("tests.zoo.dropout_job:train", paths, 7, num_processes=4, timeout_s=120)
+    once, again, recomputed = ranks[0]
+    assert once["loss"] == again["loss"] == recomputed["loss"]
+    assert once["gradients"].keys() == recomputed["gradients"].keys()
+    for name, gradient in once["gradients"].items():
+        assert torch.equal(gradient, again["gradients"][name])
+        assert torch.equal(gradient, recomputed["gradients"][name]), "what is computed again draws the same"
+    first = [rank[0] for rank in ranks]  # ranks 0 and 1 share activations, 2 and 3 are the other replica
+    assert first[0]["outer"] == first[1]["outer"], "a whole value has one mask"
+    assert first[2]["outer"] == first[3]["outer"]
+    assert first[0]["outer"] != first[2]["outer"], "replicas draw apart"
+    masks = [mask for rank in first for mask in rank["inner"]]
+    assert len({tuple(mask) for mask in masks}) == len(masks) == 16, "each rank drops other parts, in every microbatch"
+    [other] = pool.run("tests.zoo.dropout_job:train", paths[:1], 8, num_processes=4, timeout_s=120)[0]
+    assert other["loss"] != once["loss"]
+
+
+def test_verify_tells_what_it_did_with_random_numbers(pool: WorkerPool, tmp_path: Path) -> None:
+    profile = profiled("randomness:shared_noise")
+    assert "noise" not in profile.input_only_values, "made anew on every stage it would be other noise on each"
+    write_plan(emit(even_plan(profile, pp_degree=2), profile), tmp_path / "plan.py")
+    report = verify(tmp_path / "plan.py", pool=pool, timeout_s=120)
+    assert report.ok
+    assert any("random numbers were matched" in note for note in report.notes)
+    assert "random numbers that differ from draw to draw" in report.not_proved

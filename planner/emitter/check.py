@@ -13,8 +13,20 @@ from planner.names import attribute_name, function_name, method_name, qualified_
 from planner.program import constant_name, dtype_name
 
 _NAMESPACES = {"torch": "torch", "F": "torch.nn.functional", "operator": "operator", "math": "math"}
-_HELPERS = {"Value", "Output", "TensorParallel", "Column", "Row", "Vocabulary", "PlanStage", "enter", "layers"}
+_HELPERS = {
+    "Value",
+    "Output",
+    "TensorParallel",
+    "Column",
+    "Row",
+    "Vocabulary",
+    "PlanStage",
+    "enter",
+    "layers",
+    "draws_apart",
+}
 _CALLABLE = _HELPERS | {"named_tuple", "recompute", "tuple", "range", "slice", "float", "getattr"}
+_CONTEXTS = (["torch.no_grad()"], ["draws_apart(self.tp_group)"])
 _NODES = (
     *(ast.Module, ast.FunctionDef, ast.ClassDef, ast.arguments, ast.arg, ast.Assign, ast.Expr, ast.Return, ast.For),
     *(ast.With, ast.withitem, ast.Call, ast.keyword, ast.Attribute, ast.Subscript, ast.Slice, ast.Name, ast.Constant),
@@ -104,7 +116,7 @@ def _check_scope(scope: ast.AST, module_level: set[str]) -> None:
             _refuse(node)
         if isinstance(node, ast.FunctionDef) and (node is not scope or node.args.defaults or node.args.kw_defaults):
             _refuse(node)
-        if isinstance(node, ast.With) and [ast.unparse(item) for item in node.items] != ["torch.no_grad()"]:
+        if isinstance(node, ast.With) and [ast.unparse(item) for item in node.items] not in _CONTEXTS:
             _refuse(node)
         if isinstance(node, ast.Call):
             _check_call(node, local)

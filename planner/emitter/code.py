@@ -117,7 +117,11 @@ def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, n
     for inner in body.inputs:
         lines.extend(_enter_line(inner, sharding))
     for node in nodes:
-        lines.extend(renderer.body([node], lambda value: value in needed or value in sharding.enter))
+        statements = renderer.body([node], lambda value: value in needed or value in sharding.enter)
+        if node.name in sharding.draws_apart:
+            lines.append("with draws_apart(self.tp_group):")
+            statements = (f"{INDENT}{line}" for line in statements)
+        lines.extend(statements)
         for written in node.writes():
             lines.extend(_enter_line(written, sharding))
     for line in lines:

@@ -1,7 +1,7 @@
-"""Sees custom autograd functions and checkpoints while a forward is recorded.
+"""Sees what a function mode does not while a forward is recorded: custom autograd functions, checkpoints, randomness.
 
-A function mode sees neither `Function.apply` nor that what runs inside has a gradient of its own; and a reentrant
-checkpoint runs its code without gradients, which backward then computes again.
+What runs inside `Function.apply` has a gradient of its own, and a reentrant checkpoint runs its code without gradients,
+which backward then computes again.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 OPAQUE_FUNCTION = "is a custom autograd function, whose gradient only its own code knows"
 OPAQUE_HINT = "call it in the forward of a module of its own, which is then kept whole"
+
+RANDOM = torch.Tag.nondeterministic_seeded  # torch's own mark of operators that draw random numbers
 
 Run = Callable[..., Any]
 Seen = Callable[[type, Run, tuple[Any, ...], dict[str, Any]], Any]
@@ -59,3 +62,15 @@ def _replaced_apply(call: Seen) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators inside that draw random numbers, whatever called them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += RANDOM in func.tags
+        return func(*args, **(kwargs or {}))

@@ -16,25 +16,6 @@ from planner.profiler.recorder import Call, Unsupported, is_leaf
 from planner.program import BatchInt, Dtype, Node, ParamRef, Program, Ref, Tensor, leaves, map_argument
 from planner.records import reason
 
-_RANDOM = {
-    "dropout",
-    "dropout_",
-    "bernoulli",
-    "bernoulli_",
-    "rand",
-    "randn",
-    "rand_like",
-    "randn_like",
-    "multinomial",
-    "normal_",
-    "uniform_",
-    "randint",
-    "randperm",
-    "alpha_dropout",
-    "feature_dropout",
-    "gumbel_softmax",
-    "rrelu",
-}
 _RESERVED = {
     *dir(builtins),
     "self",
@@ -144,6 +125,7 @@ def build_program(
                     result=result,
                     in_place=call.in_place,
                     no_grad=call.no_grad,
+                    random=call.random,
                 )
             )
         except ValueError as error:
@@ -198,15 +180,12 @@ def input_only_values(program: Program, model: nn.Module) -> frozenset[str]:
 
 
 def _is_pure(node: Node, model: nn.Module) -> bool:
+    if node.random:
+        return False
     if node.kind == "module":
-        module = model.get_submodule(node.target)
-        return not any(True for _ in module.parameters()) and not _has_randomness(module)
+        return not any(True for _ in model.get_submodule(node.target).parameters())
     trainable = dict(model.named_parameters(remove_duplicate=False))
-    return not any(name in trainable for name in node.params()) and node.target.rpartition(".")[2] not in _RANDOM
-
-
-def _has_randomness(module: nn.Module) -> bool:
-    return any("drop" in type(inner).__name__.lower() for inner in module.modules())
+    return not any(name in trainable for name in node.params())
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from planner.errors import CaptureError
-from planner.profiler.functions import OPAQUE_FUNCTION, Run, seen_functions
+from planner.profiler.functions import OPAQUE_FUNCTION, Draws, Run, seen_functions
 from planner.profiler.torch_internals import unrecorded
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref
 
@@ -78,7 +78,7 @@ class Call:
 
     `body` are the calls inside a module, also those of a leaf that is not torch's own: a leaf is never opened, but what
     it does to a divided value is read from its body. `escapes`: later calls read values of the body that are not in the
-    result, so it has to be opened. `opaque` tells why no program can hold the call.
+    result, so it has to be opened. `opaque` tells why no program can hold the call. `random`: it draws random numbers.
     """
 
     kind: NodeKind
@@ -93,6 +93,7 @@ class Call:
     leaf: bool = False
     escapes: bool = False
     opaque: str = ""
+    random: bool = False
     body: list["Call"] = field(default_factory=list)
 
 
@@ -139,6 +140,7 @@ class _Recorder(TorchFunctionMode):
         self.frames: list[list[Call]] = [[]]
         self.scopes = [""]
         self.in_leaf = False
+        self.draws = Draws()
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +228,7 @@ class _Recorder(TorchFunctionMode):
         if self.in_leaf:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
+        drawn = self.draws.count
         try:
             result = func(*args, **kwargs)
         except CaptureError:
@@ -250,6 +253,7 @@ class _Recorder(TorchFunctionMode):
         target = _PUBLIC_NAMES.get(target, target)
         known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         call = self.add(kind, target, tuple(args), kwargs)
+        call.random = self.draws.count > drawn
         call.in_place = (
             name in _IN_PLACE_DUNDERS
             or name == "__setitem__"
@@ -271,11 +275,12 @@ class _Recorder(TorchFunctionMode):
             return apply(*args, **kwargs)
         call = self.add("function", f"{function.__qualname__}.apply", args, kwargs)
         call.opaque = OPAQUE_FUNCTION
-        self.in_leaf = True
+        self.in_leaf, drawn = True, self.draws.count
         try:
             result = apply(*args, **kwargs)
         finally:
             self.in_leaf = False
+        call.random = self.draws.count > drawn
         known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         with unrecorded():
             result = _fresh(result, known)
@@ -293,12 +298,14 @@ class _Recorder(TorchFunctionMode):
         self.in_leaf = call.leaf and type(module).__module__.startswith("torch.")
         self.frames.append(call.body)
         self.scopes.append(name)
+        drawn = self.draws.count
         try:
             result = original(module, *args, **kwargs)
         finally:
             self.frames.pop()
             self.scopes.pop()
             self.in_leaf = False
+        call.random = self.draws.count > drawn
         if call.leaf:
             known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
             with unrecorded():  # not a call of the model's
@@ -392,7 +399,7 @@ def record(
     """
     recorder = _Recorder(model)
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
-    with _patched_module_call(recorder), seen_functions(recorder.call_function), recorder:
+    with recorder.draws, _patched_module_call(recorder), seen_functions(recorder.call_function), recorder:
         output = model(*args, **kwargs)
         calls = recorder.frames[0]
         recorder.frames[0] = []

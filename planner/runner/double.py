@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from planner.model_file import ModelFile, user_error
+from planner.runner.draws import MatchedDraws
 from planner.runner.grouped import grouped_product
 
 BUILD_SEED = 1201
@@ -94,12 +95,15 @@ def _widen(value: Any) -> Any:
 
 
 @contextmanager
-def exact_arithmetic() -> Iterator[ExactMode]:
-    """Compute in float64 without dropout inside: tensors made without a dtype included. Yields what it met."""
+def exact_arithmetic(*, matched: bool = False) -> Iterator[ExactMode]:
+    """Compute in float64 without dropout inside: tensors made without a dtype included. Yields what it met.
+
+    `matched`: random numbers are the same in every process.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with ExactMode() as mode:
+        with ExactMode() as mode, MatchedDraws() if matched else nullcontext():  # type: ignore[no-untyped-call]
             yield mode
     finally:
         torch.set_default_dtype(before)

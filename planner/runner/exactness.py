@@ -10,7 +10,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from planner.errors import VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
 from planner.runner.batches import Batch, make_batches
 from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
+from planner.runner.draws import MatchedDraws
 from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Reference
 from planner.runner.rank import RankContext
 from planner.runner.stand_in import NOT_PROVED, own_loss, with_loss
@@ -61,10 +62,13 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
     has_loss, model_file = model_file.loss_fn is not None, with_loss(model_file)
     notes, not_proved = [], []
-    with exact_arithmetic() as mode:
+    with exact_arithmetic() as mode, ExitStack() as stack:
         model, dropped = build_exact(model_file)
         batches = make_batches(model_file, model, job.global_batch_size, NUM_STEPS)
-        _check_repeatable(model, model_file, batches[0], job.microbatch_size)
+        is_random = not _is_repeatable(model, model_file, batches[0], job.microbatch_size)
+        if is_random:
+            stack.enter_context(MatchedDraws())  # type: ignore[no-untyped-call]
+            _check_repeatable(model, model_file, batches[0], job.microbatch_size)
         if not has_loss and own_loss(_output_without_gradients(model, batches[0], job.microbatch_size)) is None:
             not_proved.append(NOT_PROVED)
         whole = _loss_without_gradients(model, model_file, batches[0], job.global_batch_size)
@@ -72,6 +76,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             "batches": batches,
             "parameters": {name: tensor.detach().clone() for name, tensor in model.named_parameters()},
             "steps": [],
+            "is_random": is_random,
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
         for step, batch in enumerate(batches):
@@ -104,6 +109,9 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     if dropped or mode.dropped:
         notes.append("dropout was off: with it, losses differ by chance")
         not_proved.append("dropout")
+    if is_random:
+        notes.append("random numbers were matched: every process drew the same, in every microbatch and step")
+        not_proved.append("random numbers that differ from draw to draw")
     return Reference(notes=tuple(notes), not_proved=tuple(not_proved))
 
 
@@ -112,9 +120,10 @@ def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Compariso
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
     model_file = with_loss(model_file)
     plan = import_plan(job.plan_path)
-    if hasattr(plan, "checkpoint"):  # what backward computes again, it computes outside the modes of the forward
-        vars(plan)["checkpoint"] = partial(checkpoint, context_fn=lambda: (nullcontext(), exact_arithmetic()))
     reference = torch.load(job.reference_path, weights_only=False, mmap=True)
+    exact = partial(exact_arithmetic, matched=reference["is_random"])
+    if hasattr(plan, "checkpoint"):  # what backward computes again, it computes outside the modes of the forward
+        vars(plan)["checkpoint"] = partial(checkpoint, context_fn=lambda: (nullcontext(), exact()))
     batches: list[Batch] = reference["batches"]
     inputs: list[Any] = []
 
@@ -138,7 +147,7 @@ def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Compariso
         if context.rank == 0:
             context.report(f"the plan on {context.num_processes} processes, step {step + 1} of {NUM_STEPS}")
         loss_one, gradients_one = reference["steps"][step]
-        with exact_arithmetic():
+        with exact():
             loss = float(runtime.step(inputs[step], batch.target))
         loss_difference = max(loss_difference, abs(loss - loss_one))
         floor = ZERO_FRACTION * max((float(g.norm()) for g in gradients_one.values() if g is not None), default=0.0)
@@ -283,15 +292,21 @@ def _check_mean(whole: float, mean: float, job: ExactJob) -> None:
         )
 
 
-def _check_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> None:
-    """Raise VerifyError where the same weights and data give another loss: then no two processes could agree."""
+def _is_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> bool:
+    """Return whether the same weights and data give the same loss, whatever the random state."""
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         losses.append(_loss_without_gradients(model, model_file, batch, rows))
         _check_finite(losses[-1])  # first: nan is not equal to itself, and no randomness
-    if losses[0] != losses[1]:
+    return losses[0] == losses[1]
+
+
+def _check_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> None:
+    """Raise VerifyError where the loss is another with the same random numbers: then no two processes could agree."""
+    if not _is_repeatable(model, model_file, batch, rows):
         raise VerifyError(
-            f"the model's forward is random with dropout off: the same rows give losses {losses[0]} and {losses[1]}",
-            hint="draw random values from the inputs, or make them depend on them, to verify this model",
+            "the model's forward gives another loss each time, with the same weights, data and random numbers",
+            hint="draw random values with torch (not with random or numpy), and keep nothing from one forward to the "
+            "next but in buffers",
         )

@@ -13,6 +13,7 @@ from planner.model_profile import CollectiveCall, ShardedParameter, Sharding, St
 from planner.program import BatchInt, Node, ParamRef, Program, Ref, Tensor, leaves
 from planner.tp_rules import products, shapes  # noqa: F401 -- importing them registers their rules
 from planner.tp_rules.operations import RULES, Context, operation_name
+from planner.tp_rules.randomness import draws_apart
 from planner.tp_rules.state import IllegalShardingError, ModuleInfo, Shard, State, divided
 
 MAX_ATTEMPTS = 4000
@@ -274,6 +275,7 @@ def _sharding(
         partial_gradients=tuple(outcome.partial),
         collectives=tuple(calls),
         replicated=replicated,
+        draws_apart=draws_apart(body, outcome.context.states),
     )
 
 

@@ -19,12 +19,13 @@ def block_tp2_forward(self, x):
     transpose = unbind_0.transpose(1, 2)
     transpose_2 = unbind_1.transpose(1, 2)
     transpose_3 = unbind_2.transpose(1, 2)
-    scaled_dot_product_attention = F.scaled_dot_product_attention(
-        transpose,
-        transpose_2,
-        transpose_3,
-        is_causal=True,
-    )
+    with draws_apart(self.tp_group):
+        scaled_dot_product_attention = F.scaled_dot_product_attention(
+            transpose,
+            transpose_2,
+            transpose_3,
+            is_causal=True,
+        )
     transpose_4 = scaled_dot_product_attention.transpose(1, 2)
     reshape = transpose_4.reshape(batch, 4, 8)
     out = self.out(reshape)
@@ -32,7 +33,8 @@ def block_tp2_forward(self, x):
     add_tp = enter(add, self.tp_group)
     up = self.up(add_tp)
     gelu = F.gelu(up)
-    dropout = F.dropout(gelu, p=0.25, training=self.training, inplace=False)
+    with draws_apart(self.tp_group):
+        dropout = F.dropout(gelu, p=0.25, training=self.training, inplace=False)
     down = self.down(dropout)
     add_2 = add + down
     return add_2

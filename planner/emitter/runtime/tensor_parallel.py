@@ -1,10 +1,13 @@
 """Tensor parallelism: styles for `parallelize_module` that keep parameters plain tensors, each rank its own slice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,3 +140,15 @@ def _open_block(module: nn.Module, plan: TensorParallel, mesh: DeviceMesh) -> No
     vars(module)["tp_group"] = mesh.get_group()
     if plan.forward is not None:
         module.forward = MethodType(plan.forward, module)
+
+
+@contextmanager
+def draws_apart(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let each rank of a group draw its own random numbers inside: what it computes there is a part of its own.
+
+    The seed comes from the state that the ranks share, so a part that is computed again draws the same again.
+    """
+    seed = int(torch.randint(2**62, ())) + dist.get_rank(group)
+    with torch.random.fork_rng([torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else []):
+        torch.manual_seed(seed)
+        yield
