@@ -19,8 +19,9 @@ from torch import nn
 from planner.errors import CaptureError, PlannerError
 from planner.model_file import ModelFile, model_hash, split_arguments
 from planner.profiler import user_code as user
-from planner.profiler.fake import build_meta, make_fake
+from planner.profiler.fake import make_fake
 from planner.profiler.hidden import open_escaping
+from planner.profiler.meta_build import build_meta
 from planner.profiler.recorder import Call, Recording, record
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.program import MODEL_DTYPE, BatchFloat, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
@@ -114,7 +115,7 @@ def _record_once(
         if isinstance(error, Exception) and dtype not in (None, torch.float32, torch.float64):
             hint = f"the model was built in {dtype}: try --dtype float32"
         raise CaptureError(
-            f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {_user_line(error)})",
+            f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {user.user_line(error)})",
             hint=hint,
         ) from error
     finally:
@@ -139,18 +140,6 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
         for value, content in listed:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
-
-
-def _user_line(error: BaseException) -> str:
-    """Return 'file:line' of the innermost frame of an error that is not torch's."""
-    found = "unknown line"
-    trace = error.__traceback__
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in filename and "planner/profiler" not in filename:
-            found = f"{filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
 
 
 def _check_rows(file: ModelFile, model: nn.Module) -> None:

@@ -1,49 +1,9 @@
-"""Builds models without their weights: parameters on the meta device, then fake tensors to run a forward on."""
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+"""Turns a model on the meta device into fake tensors to run a forward on."""
 
 import torch
 from torch import nn
 
 from planner.profiler.torch_internals import FakeTensorMode
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as it is registered; all else stays real, so code may read it."""
-    original = nn.Module.register_parameter
-    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # one that is registered twice stays one
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(module, name, param)
-        if param is not None and param.device.type != "meta":
-            if id(param) not in moved:
-                meta = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-                meta.__dict__.update(param.__dict__)
-                moved[id(param)] = (param, meta)
-            module._parameters[name] = moved[id(param)][1]
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-def build_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model with its parameters on the meta device; buffers are real.
-
-    Where a model's constructor needs the values of its parameters, it is built for real and moved.
-    """
-    try:
-        with _parameters_on_meta():
-            model = build()
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" not in str(error):
-            raise
-        model = build()
-    return model
 
 
 def make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None, *, buffers: bool = False) -> nn.Module:

@@ -13,7 +13,7 @@ from planner.errors import CaptureError
 from planner.model_profile import Edge, Layer
 from planner.profiler.functions import OPAQUE_HINT
 from planner.profiler.recorder import Call, Unsupported, is_leaf
-from planner.program import BatchInt, Dtype, Node, ParamRef, Program, Ref, Tensor, leaves, map_argument
+from planner.program import BatchInt, Node, ParamRef, Program, Ref, Tensor, leaves, map_argument
 from planner.records import reason
 
 _RESERVED = {
@@ -308,38 +308,3 @@ def bytes_by_row(tensor: Tensor) -> tuple[float, int]:
         return 0.0, tensor.num_bytes(1)
     first, second = tensor.num_bytes(1), tensor.num_bytes(2)
     return float(second - first), max(0, 2 * first - second)
-
-
-def describe_class(program: Program, segment: Segment, model: nn.Module, trainable: dict[str, bool]) -> tuple[Any, ...]:
-    """Return a key equal for layers that are the same computation: structure, shapes and parameters, names aside."""
-    numbering: dict[str, int] = {}
-
-    def canonical(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            fresh = leaf.name not in numbering
-            number = numbering.setdefault(leaf.name, len(numbering))
-            return ("value", number, program.tensors[leaf.name].model_dump_json() if fresh else "")
-        if isinstance(leaf, ParamRef):
-            return ("param", _relative(leaf.name, segment.module))
-        if isinstance(leaf, Dtype):
-            return ("dtype", leaf.name)
-        return (type(leaf).__name__, repr(leaf))
-
-    parts: list[Any] = []
-    for node in program.nodes[segment.start : segment.stop]:
-        parameters: tuple[Any, ...] = ()
-        if node.kind == "module":
-            module = model.get_submodule(node.target)
-            parameters = (
-                type(module).__qualname__,
-                tuple(
-                    (n, tuple(p.shape), trainable.get(f"{node.target}.{n}", True))
-                    for n, p in module.named_parameters(remove_duplicate=False)
-                ),
-                repr(module) if not any(True for _ in module.children()) else "",
-            )
-        arguments = tuple(canonical(leaf) for leaf in leaves((node.args, node.kwargs)))
-        results = tuple(canonical(leaf) for leaf in leaves(node.result))
-        target = _relative(node.target, segment.module) if node.kind == "module" else node.target
-        parts.append((node.kind, target, parameters, arguments, results))
-    return tuple(parts)

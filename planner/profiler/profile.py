@@ -18,6 +18,7 @@ from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter
 from planner.profiler import user_code as user
 from planner.profiler.blocks import select_calls
 from planner.profiler.capture import Capture, capture, input_tensors
+from planner.profiler.class_keys import ClassKeys
 from planner.profiler.classes import OpenedClass, open_class, shardings_of
 from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
 from planner.profiler.execute import Target, outside_results, run_derived
@@ -26,7 +27,6 @@ from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import (
     Segment,
     build_program,
-    describe_class,
     divide,
     input_only_values,
     make_edges,
@@ -152,13 +152,13 @@ def _classes(
     captured: Capture, calls: list[Call], program: Program, segments: list[Segment], end: int, degrees: tuple[int, ...]
 ) -> tuple[list[_Class], list[str]]:
     """Return the layer classes in order of first appearance, and the class of every layer."""
-    trainable = {name: p.requires_grad for name, p in captured.model.named_parameters(remove_duplicate=False)}
+    keys = ClassKeys(captured)
     known: dict[tuple[Any, ...], _Class] = {}
     taken: dict[str, int] = {}
     names: list[str] = []
     for segment in segments:
         stop = end if segment is segments[-1] else segment.stop
-        key = (*describe_class(program, segment, captured.model, trainable), segment is segments[-1])
+        key = (keys.describe(calls[segment.start : segment.stop], segment.module), segment is segments[-1])
         if key not in known:
             position = next(
                 i

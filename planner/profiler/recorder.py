@@ -134,7 +134,12 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.params = {id(p): name for name, p in [*model.named_parameters(), *model.named_buffers()]}
+        self.params: dict[int, list[str]] = {}
+        for name, tensor in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]:
+            self.params.setdefault(id(tensor), []).append(name)
         self.values: dict[int, int] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.frames: list[list[Call]] = [[]]
@@ -151,12 +156,23 @@ class _Recorder(TorchFunctionMode):
             self.tensors[len(self.tensors)] = tensor  # kept alive, so that ids stay unique
         return self.values[id(tensor)]
 
+    def param_name(self, tensor: torch.Tensor) -> str:
+        """Return the name of a parameter or buffer; of several, the one nearest to the module that is running."""
+        names = self.params[id(tensor)]
+        scope = self.scopes[-1]
+        while len(names) > 1 and scope:
+            inside = next((name for name in names if name.startswith(f"{scope}.")), None)
+            if inside is not None:
+                return inside
+            scope = scope.rpartition(".")[0]
+        return names[0]
+
     def encode(self, value: Any, *, defining: bool = False) -> Any:
         """Return a Python value as a program argument; tensors become references."""
         match value:
             case torch.Tensor():
                 if id(value) in self.params:
-                    return ParamRef(self.params[id(value)])
+                    return ParamRef(self.param_name(value))
                 if not defining and id(value) not in self.values:
                     raise self._unknown_tensor(value)
                 return Ref(str(self.bind(value)))

@@ -96,3 +96,15 @@ def loss(file: ModelFile, target: Any) -> Loss | None:
         return found
 
     return call
+
+
+def user_line(error: BaseException) -> str:
+    """Return 'file:line' of the innermost frame of an error that is not torch's."""
+    found = "unknown line"
+    trace = error.__traceback__
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in filename and "planner/profiler" not in filename:
+            found = f"{filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
