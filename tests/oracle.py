@@ -18,19 +18,20 @@ def all_plans(
     global_batch_size: int,
     *,
     pp_degrees: set[int] | None = None,
+    num_microbatches: int | None = None,
     recompute: bool = True,
 ) -> Iterator[Plan]:
-    """Yield every plan on all GPUs (adamw, fp32), in no order of merit."""
+    """Yield every plan on all GPUs (adamw, fp32), in no order of merit; fewer microbatches than stages where pinned."""
     names = [layer.name for layer in profile.layers]
     remades = subsets(names) if recompute else [()]
     for pp, tp, dp in degrees(num_gpus):
         if pp > len(names) or (pp_degrees is not None and pp not in pp_degrees):
             continue
         for m in range(1, global_batch_size + 1):
-            if global_batch_size % (m * dp):
+            if global_batch_size % (m * dp) or num_microbatches not in (None, m):
                 continue
             for schedule, mode, shardings, cuts, remade in product(
-                ("1f1b", "gpipe") if m >= pp else ("gpipe",),
+                ("1f1b", "gpipe") if m >= pp or num_microbatches is not None else ("gpipe",),
                 ("replicated", "sharded") if dp > 1 else ("replicated",),
                 all_shardings(profile, tp),
                 list(combinations(range(1, len(names)), pp - 1)),

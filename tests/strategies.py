@@ -81,15 +81,19 @@ def chain_profile(
     dtype: str = "float32",
     tokens_per_row: int = 0,
     name: str = "test",
+    names: Sequence[str] | None = None,
     gpu: str | None = None,
 ) -> ModelProfile:
-    """Return the profile of a chain: layer i, called 'layers.i', is of class `layer_classes[i]` and has one parameter.
+    """Return the profile of a chain: layer i is of class `layer_classes[i]`, has one parameter and is `names[i]`.
+
+    Without `names` it is called 'layers.i'.
 
     `edge_bytes` (per row) and `needs_grad` describe the value between layers i and i + 1; `tied` pairs share the
     parameter 'weight'.
     """
     by_name = {layer_class.name: layer_class for layer_class in classes}
     count = len(layer_classes)
+    names = [f"layers.{index}" for index in range(count)] if names is None else names
     sizes = [edge_bytes] * (count - 1) if isinstance(edge_bytes, int | float) else list(edge_bytes)
     grads = [needs_grad] * (count - 1) if isinstance(needs_grad, bool) else list(needs_grad)
     first_of = {second: first for first, second in tied}
@@ -99,19 +103,19 @@ def chain_profile(
         cost = next(c for c in by_name[class_name].costs if c.tp_degree == 1)
         elements = cost.trainable_param_count or (cost.param_bytes // width)
         owner = first_of.get(index)
-        parameters[f"layers.{index}.weight"] = Parameter(
-            shape=(elements,) if owner is None else parameters[f"layers.{owner}.weight"].shape,
+        parameters[f"{names[index]}.weight"] = Parameter(
+            shape=(elements,) if owner is None else parameters[f"{names[owner]}.weight"].shape,
             dtype=dtype,
             num_bytes=width * elements,
             trainable=cost.trainable_param_count > 0,
-            tied_to=None if owner is None else f"layers.{owner}.weight",
+            tied_to=None if owner is None else f"{names[owner]}.weight",
         )
     values = [f"v{index}" for index in range(count)]
     nodes = tuple(
         Node(
             name=values[index],
             kind="module",
-            target=f"layers.{index}",
+            target=names[index],
             args=(Ref(values[index - 1] if index else "x"),),
             result=Ref(values[index]),
         )
@@ -136,15 +140,15 @@ def chain_profile(
         ),
         forward_flops_per_row=sum(by_name[name].costs[0].forward_flops for name in layer_classes),
         parameters=parameters,
-        tied=tuple((f"layers.{a}.weight", f"layers.{b}.weight") for a, b in tied),
+        tied=tuple((f"{names[a]}.weight", f"{names[b]}.weight") for a, b in tied),
         layers=tuple(
             Layer(
-                name=f"layers.{index}",
+                name=names[index],
                 layer_class=class_name,
-                module=f"layers.{index}",
+                module=names[index],
                 start=index,
                 stop=index + 1,
-                parameters=(f"layers.{index}.weight",),
+                parameters=(f"{names[index]}.weight",),
             )
             for index, class_name in enumerate(layer_classes)
         ),

@@ -16,6 +16,17 @@ def _listed(numbers: "list[int] | set[int]") -> str:
     return ", ".join(map(str, sorted(numbers)))
 
 
+def _filling(space: Space, key: str, pp: int | None) -> str:
+    """Return which numbers of microbatches fill the pinned stages under 1f1b, as a part of a sentence."""
+    stages = len(space.pins.cuts) + 1 if space.pins.cuts is not None else pp
+    batch = space.request.global_batch_size
+    if key != "num_microbatches" or stages is None or stages == 1 or not space.admits("schedule", "1f1b"):
+        return ""
+    filling = [count for count in divisors(batch) if count >= stages]
+    which = f"{_listed(filling)} fill" if filling else "none of them fills"
+    return f", of which {which} {stages} stages under 1f1b"
+
+
 def _pinned_conflict(space: Space) -> Conflict | None:
     """Return the conflict of pins with the problem; None where none is at fault alone."""
     pins, request, profile = space.pins, space.request, space.pricer.profile
@@ -68,7 +79,7 @@ def _pinned_conflict(space: Space) -> Conflict | None:
                 constraint="batch",
                 message=(
                     f"global_batch_size {batch} is not divisible by {key} {pinned[key]}; "
-                    f"valid are {_listed(divisors(batch))}"
+                    f"valid are {_listed(divisors(batch))}" + _filling(space, key, pp)
                 ),
             )
     return None

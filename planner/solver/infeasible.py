@@ -15,7 +15,7 @@ from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, SolveReq
 from planner.solver.settings import with_shardings
 from planner.solver.solution import Conflict, Repair
 from planner.solver.space import Space, divisors
-from planner.units import format_bytes
+from planner.units import counted, format_bytes
 
 MAX_REPAIRS = 4
 
@@ -57,13 +57,17 @@ def find_conflict(space: Space, problems: Problems) -> Conflict:
     scalar = space.scalar_parameter
     limit = f"; dp_degree is 1 because parameter {scalar!r} has shape (): give it the shape (1,)" if scalar else ""
     layout = f"pp {setting.pp_degree} x tp {setting.tp_degree} x dp {setting.dp_degree}, {setting.data_parallel}"
+    over = [s for s, need in enumerate(needs) if need > problem.positions[s].budget_bytes]
+    which = (
+        f"; {counted(len(over), 'stage')} of {len(needs)} would not fit: {', '.join(map(str, over))}" if over else ""
+    )
     less = f", {format_bytes(peak - available)} less" if peak > available else ""
     return Conflict(
         constraint="memory",
         message=(
             f"the leanest plan ({layout}, microbatch_size {setting.microbatch_size}) needs {format_bytes(peak)} "
             f"per GPU, in stage {fullest} with {where}; the GPUs have {format_bytes(available)}"
-            f"{less}, reserve of {format_bytes(space.pricer.cluster.memory_reserve)} included in both{limit}"
+            f"{less}, reserve of {format_bytes(space.pricer.cluster.memory_reserve)} included in both{which}{limit}"
         ),
         least_peak_bytes=peak,
         available_bytes=available,

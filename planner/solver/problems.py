@@ -8,6 +8,7 @@ from planner.cost.communication import Route
 from planner.cost.states import StateRules
 from planner.graph import spine
 from planner.plan import Origin, Plan, Stage
+from planner.schedule import num_in_flight
 from planner.solver.branch import Span
 from planner.solver.problem import Position, Problem, Setting
 from planner.solver.recompute import Choice
@@ -60,7 +61,7 @@ class Problems:
                     layers=table,
                     states=states[route, dp_route],
                     budget_bytes=memory_bytes or pricer.cluster.gpu_at(0).memory,
-                    in_flight=setting.num_microbatches if setting.schedule == "gpipe" else pp - s,
+                    in_flight=num_in_flight(setting.schedule, pp, setting.num_microbatches, s),
                     allowed=masks[s],
                 )
             )

@@ -76,10 +76,26 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _layer(profile: ModelProfile, name: str, what: str) -> int:
     names = [layer.name for layer in profile.layers]
     if name not in names:
+        if (holder := _holder(profile, name)) is not None:
+            raise UsageError(
+                f"{what} names {name!r}, which is no layer of {profile.name!r} but a part of its layer {holder!r}",
+                hint="a layer begins with a module that has parameters; what follows until the next belongs to it",
+            )
         raise UsageError(
             f"{what} names layer {name!r}, which {profile.name!r} does not have", hint=_nearest(name, names)
         )
     return names.index(name)
+
+
+def _holder(profile: ModelProfile, module: str) -> str | None:
+    """Return the layer that calls a module of that name, or holds it; None where no layer does."""
+    for layer in profile.layers:
+        nodes = profile.program.nodes[layer.start : layer.stop]
+        targets = [node.target for node in nodes if node.kind == "module"]
+        read = [name for name in layer.parameters if name.startswith(f"{module}.")]
+        if module in targets or read:
+            return layer.name
+    return None
 
 
 def _count(text: str, what: str, least: int = 1) -> int:

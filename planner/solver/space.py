@@ -10,7 +10,7 @@ Constraints have names, which an infeasible problem quotes:
                   divided the same way
     heads         tp_degree divides the heads of every block's attention
     node          tp_degree <= GPUs of a node
-    warm-up       num_microbatches >= pp_degree for 1f1b
+    warm-up       num_microbatches >= pp_degree for 1f1b, unless num_microbatches is pinned: fewer leave stages idle
     scalar-parameters
                   with a parameter of shape (), which `replicate` and `fully_shard` can't hold, dp_degree = 1, and
                   nothing at all under bf16-mixed, which runs through them at any degree
@@ -141,7 +141,7 @@ class Space:
                 if not (self.admits("microbatch_size", rows) and self.admits("num_microbatches", m)):
                     continue
                 for schedule in schedules:
-                    if schedule == "1f1b" and m < pp:
+                    if schedule == "1f1b" and m < pp and "num_microbatches" not in self.pins.values:
                         continue
                     for mode in modes:
                         yield Setting(
