@@ -13,6 +13,7 @@ from planner.emitter import emit, write_plan
 from planner.errors import EmitError, FileFormatError, UsageError
 from planner.model_profile import LayerClass, ModelProfile, write_profile
 from planner.plan import Plan, read_plan
+from planner.runner.exactness import import_plan
 from planner.schedule import num_in_flight
 from tests.case_files import MB, MS, bottleneck_ms, bounds, case_profile, read_case, sizes, solve_case
 from tests.strategies import chain_profile, layer_cost, make_cluster, make_plan
@@ -68,6 +69,9 @@ def test_03_a_plan_that_lost_layers_is_refused_by_their_names(edited: Path, caps
     for command in ("explain", "verify"):
         assert main([command, str(edited)]) == 1
         assert "leave out 'layer28', 'layer29' (2 of 30 layers)" in capsys.readouterr().err
+    plan = import_plan(edited)
+    with pytest.raises(plan.PlanError, match="leave out layer28, layer29: every layer must be in one stage"):
+        plan.setup(lambda: None)  # as a training script would
 
 
 def test_03_a_plan_that_lost_layers_is_not_priced_or_emitted() -> None:

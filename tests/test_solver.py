@@ -217,7 +217,7 @@ def test_an_excluded_layer_is_not_recomputed() -> None:
         ((("pp_degree", "2"), ("dp_degree", "8")), "gpus", ["pinned to 16", "8 GPUs"]),
         ((("pp_degree", "3"),), "gpus", ["pinned to 3", "8 GPUs"]),
         ((("dp_degree", "1"), ("pp_degree", "4"), ("cuts", "layers.1")), "pins", ["1 cuts", "2 stages"]),
-        ((("pp_degree", "4"), ("num_microbatches", "2"), ("schedule", "1f1b")), "warm-up", ["pp_degree 4", "most 2"]),
+        ((("pp_degree", "4"), ("microbatch_size", "8"), ("schedule", "1f1b")), "warm-up", ["pp_degree 4", "most 2"]),
         ((("microbatch_size", "2"), ("num_microbatches", "2"), ("pp_degree", "4")), "batch", ["global_batch_size 16"]),
         ((("stage:layers.0", "1"), ("pp_degree", "4")), "pins", ["stage:layers.0=1"]),
     ],
