@@ -261,7 +261,8 @@ class ModelProfile(Record):
 
     `input_only_values` are computed from the model's inputs alone, without parameters: every stage that reads one makes
     it anew. `target_dims` are the dimensions that grow with the batch of the tensors of the loss's target, in order;
-    `input_keys` the names of inputs that no variable can have, by the program's.
+    `input_keys` the names of inputs that no variable can have, by the program's. With fewer than `least_rows` some
+    layer does not run in training: batch statistics of one value are none.
     """
 
     schema_version: Annotated[int, Field(ge=1, strict=True)] = SCHEMA_VERSION
@@ -279,6 +280,7 @@ class ModelProfile(Record):
     input_keys: dict[Identifier, PlainText] = {}
     target_dims: tuple[NonNegativeInt | None, ...] = ()
     input_only_values: tuple[Identifier, ...] = ()
+    least_rows: PositiveInt = 1
     notes: tuple[str, ...] = ()
 
     def model_post_init(self, context: Any) -> None:

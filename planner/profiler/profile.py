@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from planner.cluster import Gpu, read_gpu
-from planner.errors import UsageError
+from planner.errors import ProfileError, UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding, WholeAt
 from planner.profiler import user_code as user
@@ -137,6 +137,7 @@ def profile_model(
         input_keys={variable: name for name, variable in input_names.items() if variable != name},
         target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),
         input_only_values=tuple(sorted(derived - set(program.inputs))),
+        least_rows=pricer.least_rows,
         notes=(
             *file.notes,
             *captured.notes,
@@ -144,6 +145,7 @@ def profile_model(
             *degree_notes(whole for item in classes for whole in item.whole),
             *loss_notes(captured),
             *noise_notes(costs),
+            *pricer.notes,
         ),
     )
 
@@ -218,9 +220,14 @@ class _Pricer:
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if gpu is not None else None
         self._source = ModuleSource(captured.model, device=device, dtype=dtype, fake_mode=self._fake_mode)
         self.dtype = dtype or model_dtype(captured.model)
+        self.least_rows = 1
+        self.notes: tuple[str, ...] = ()
 
     def price(self, classes: list[_Class], sizes: tuple[int, ...], progress: Progress) -> dict[str, list[LayerCost]]:
-        """Return the costs of each class; ProfileError names the layer that fails."""
+        """Return the costs of each class; ProfileError names the layer that fails.
+
+        A size with which a layer fails and a larger one does not is left out: `least_rows` are those that all run with.
+        """
         total = sum(len(sizes) * (1 + len(item.shardings)) for item in classes)
         costs: dict[str, list[LayerCost]] = {item.name: [] for item in classes}
         done = 0
@@ -230,14 +237,27 @@ class _Pricer:
                 self._source.release()
                 if sharding is not None:
                     self._source.divide(item.segment.module, sharding)
+                too_few: ProfileError | None = None
+                found: list[LayerCost] = []
                 for rows in sizes:
                     label = f"{item.name} rows {rows}" + (f" tp {sharding.tp_degree}" if sharding else "")
                     progress(label, done, total)
-                    costs[item.name].append(self._cost(item, sharding, rows, environments[rows]))
                     done += 1
+                    try:
+                        found.append(self._cost(item, sharding, rows, environments[rows]))
+                    except ProfileError as error:
+                        if found or rows == sizes[-1]:
+                            raise (too_few or error) from error
+                        too_few = too_few or error
+                if too_few is not None and found[0].microbatch_size > self.least_rows:
+                    self.least_rows = found[0].microbatch_size
+                    self.notes = (f"no plan has microbatches of fewer than {self.least_rows} rows: {too_few.message}",)
+                costs[item.name] += found
         self._source.release()
         progress("done", total, total)
-        return costs
+        return {
+            name: [cost for cost in listed if cost.microbatch_size >= self.least_rows] for name, listed in costs.items()
+        }
 
     def _environment(self, rows: int) -> dict[str, Any]:
         """Return the model's inputs, targets and what is computed from them alone, for a batch of `rows`."""

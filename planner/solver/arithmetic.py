@@ -152,12 +152,23 @@ def _combined_conflict(space: Space) -> Conflict:
                 "share in two ways"
             ),
         )
-    counts = [
-        (pp, batch // dp // rows)
+    admitted = [
+        (pp, batch // dp // rows, rows)
         for pp, dp in fitting
         for rows in divisors(batch // dp)
         if space.admits("microbatch_size", rows) and space.admits("num_microbatches", batch // dp // rows)
     ]
+    least = space.pricer.profile.least_rows
+    counts = [(pp, m) for pp, m, rows in admitted if rows >= least]
+    if admitted and not counts:
+        most = max(rows for _, _, rows in admitted)
+        return Conflict(
+            constraint="least-rows",
+            message=(
+                f"a layer needs {least} rows in a microbatch (see the profile's notes), and global_batch_size {batch} "
+                f"with dp_degree {_listed({dp for _, dp in fitting})}, pins and exclusions leaves at most {most}"
+            ),
+        )
     if counts and space.admits("schedule", "1f1b"):
         pp, m = max(counts, key=lambda pair: pair[1] - pair[0])
         return Conflict(

@@ -140,6 +140,8 @@ class Space:
                 m = per_replica // rows
                 if not (self.admits("microbatch_size", rows) and self.admits("num_microbatches", m)):
                     continue
+                if rows < self.pricer.profile.least_rows:
+                    continue
                 for schedule in schedules:
                     if schedule == "1f1b" and m < pp and "num_microbatches" not in self.pins.values:
                         continue
