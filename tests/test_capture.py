@@ -122,7 +122,7 @@ def test_values_that_follow_the_models_dtype_are_told_from_islands() -> None:
     [
         (models.Branching, ("models.py", "reads the value of a tensor")),
         (models.BatchLoop, ("models.py", "differs between batches of 2 and 3 rows")),
-        (models.PlainAttribute, ("models.py", "a tensor of shape (8,)", "plain attribute")),
+        (models.DrawnTensor, ("models.py", "neither parameter nor buffer")),
     ],
 )
 def test_what_no_program_can_hold_is_refused_with_its_line(model: type[nn.Module], words: tuple[str, ...]) -> None:

@@ -22,6 +22,7 @@ from planner.profiler import user_code as user
 from planner.profiler.fake import make_fake
 from planner.profiler.hidden import open_escaping
 from planner.profiler.meta_build import build_meta
+from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import Call, Recording, record
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.program import MODEL_DTYPE, BatchFloat, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
@@ -86,14 +87,25 @@ def _record_once(
     file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype | None, *, training: bool, all_floats: bool
 ) -> Recording:
     """Return one recording of the model on fake tensors; `all_floats` gives buffers the dtype too."""
+    with _attributes_kept(meta), emptied_caches(meta) as empty_caches:
+        return _record(file, meta, rows, dtype, empty_caches, training=training, all_floats=all_floats)
+
+
+def _record(
+    file: ModelFile,
+    meta: nn.Module,
+    rows: int,
+    dtype: torch.dtype | None,
+    empty_caches: Callable[[], None],
+    *,
+    training: bool,
+    all_floats: bool,
+) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state = {id(m): (dict(m._parameters), dict(m._buffers)) for m in meta.modules()}
-    flags = {id(m): m.training for m in meta.modules()}
     try:
         make_fake(meta, mode, dtype, buffers=all_floats)
-        meta.train(training)
         for module in meta.modules():
-            module.training = training and flags[id(module)]
+            module.training = training and module.training
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             """Return a fake tensor of its own for every input: two that are one in the example may differ later."""
@@ -105,9 +117,9 @@ def _record_once(
         target = _map_tensors(user.example_target(file, rows), fake)
         loss = user.loss(file, target)
         with mode, quiet_fake_tensors():
-            return record(
-                meta, args, kwargs, input_tensors(meta, args, kwargs), dict(_tensors({"target": target})), loss
-            )
+            named = input_tensors(meta, args, kwargs)
+            targets = dict(_tensors({"target": target}))
+            return record(meta, args, kwargs, named, targets, loss, empty_caches=empty_caches)
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
@@ -118,17 +130,11 @@ def _record_once(
             f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {user.user_line(error)})",
             hint=hint,
         ) from error
-    finally:
-        for module in meta.modules():
-            parameters, buffers = state[id(module)]
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-            module.training = flags[id(module)]
 
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Give modules back the plain attributes they had: a forward may keep values on them, here fake ones."""
+    """Give modules back everything they had, parameters too: a forward may keep values on them, here fake ones."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     listed = [(value, copy.copy(value)) for _, kept in before for value in kept.values() if type(value) in (list, dict)]
     try:
@@ -176,17 +182,15 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     """
     meta = user.build(file, build_meta)
     _check_rows(file, meta)
-    with _attributes_kept(meta):
-        return _record_all(file, meta, dtype)
-
-
-def _record_all(file: ModelFile, meta: nn.Module, dtype: torch.dtype | None) -> Capture:
     first, second = _ROWS
     base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
     open_escaping(base.calls, (*base.inputs.values(), *base.targets.values()), (base.output, base.loss))
     notes: list[str] = []
 
-    more_rows = _record_once(file, meta, second, dtype, training=True, all_floats=False)
+    # What is spelled out has to be no draw: then the model is built a second time for the second recording.
+    other = user.build(file, build_meta) if base.constants else meta
+    more_rows = _record_once(file, other, second, dtype, training=True, all_floats=False)
+    _check_constants(base, more_rows)
     try:
         merged, rows_numbers = _merge(base, more_rows, _rows_leaf)
     except _StructureDiffersError as error:
@@ -228,6 +232,16 @@ def _record_all(file: ModelFile, meta: nn.Module, dtype: torch.dtype | None) -> 
         tensors=tensors,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _check_constants(base: Recording, other: Recording) -> None:
+    for (location, values), (_, others) in zip(base.constants, other.constants, strict=False):
+        if repr(values) != repr(others):  # equal where both are NaN
+            raise CaptureError(
+                f"{location}: the values of a tensor that is neither parameter nor buffer differ between two calls of "
+                f"the function that builds the model",
+                hint="register it as a buffer (register_buffer), so that a plan takes it from the model it is given",
+            )
 
 
 def _tensor(base: torch.Tensor, more: torch.Tensor, double: torch.Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from planner.model_profile import Sharding
 from planner.profiler.blocks import hidden_inputs, open_calls
 from planner.profiler.capture import Capture
 from planner.profiler.layers import build_program
+from planner.profiler.plain_tensors import plain_tensors
 from planner.profiler.recorder import Call
 from planner.program import ParamRef, Program, Ref, Tensor, leaves, map_argument
 from planner.tp_rules import ModuleInfo, find_shardings, standalone_sharding
@@ -125,6 +126,7 @@ def _pass_parameters(call: Call) -> Call:
 def _foreign_tensors(model: nn.Module, inputs: dict[str, str]) -> dict[str, Tensor]:
     """Return what is known of the parameters among a block's arguments."""
     found = {
+        **plain_tensors(model),
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }

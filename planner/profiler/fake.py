@@ -31,6 +31,9 @@ def make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None,
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = convert(buffer, buffers)
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                vars(module)[name] = convert(value, False)
     return model
 
 

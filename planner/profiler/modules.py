@@ -11,6 +11,7 @@ from torch import nn
 
 from planner.model_profile import ShardedParameter, Sharding
 from planner.profiler.fake import model_dtype
+from planner.profiler.plain_tensors import find_tensor
 from planner.profiler.torch_internals import FakeTensorMode, unset_fake_temporarily
 
 _WEIGHT_STD = 0.02  # small enough that activations stay finite, large enough that none is denormal
@@ -69,15 +70,10 @@ class ModuleSource:
         return self._made[name]
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter or buffer that no module call holds."""
+        """Return a parameter, buffer or plain tensor that no module call holds."""
         if name not in self._tensors:
-            owner, _, last = name.rpartition(".")
-            module = self._model.get_submodule(owner)
-            tensor = module._parameters.get(last)
-            found = tensor if tensor is not None else module._buffers[last]
-            assert found is not None
             with unset_fake_temporarily():
-                self._tensors[name] = self._convert(found)
+                self._tensors[name] = self._convert(find_tensor(self._model, name))
         return self._tensors[name]
 
     def _fill(self, module: nn.Module) -> None:

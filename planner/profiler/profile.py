@@ -35,6 +35,7 @@ from planner.profiler.layers import (
 )
 from planner.profiler.modules import ModuleSource
 from planner.profiler.notes import degree_notes, hint_notes, loss_notes, noise_notes
+from planner.profiler.plain_tensors import plain_tensors
 from planner.profiler.recorder import Call
 from planner.profiler.segment import SegmentRunner
 from planner.profiler.segments import divided_nodes
@@ -110,7 +111,7 @@ def profile_model(
     pricer = _Pricer(file, captured, with_loss, derived, gpu_type, torch.device(device_name), target_dtype)
     costs = pricer.price(classes, sizes, progress)
     flops = {layer_class.name: _flops_per_row(costs[layer_class.name]) for layer_class in classes}
-    parameters, tied = _parameters(captured.model)
+    parameters, tied = _parameters(captured.model, with_loss)
     return ModelProfile(
         name=file.path.stem if file.path.stem != "config" else file.path.parent.name,
         provenance=_provenance(file, captured, model_spec, device_name, gpu, pricer.dtype),
@@ -316,15 +317,17 @@ def _flops_per_row(costs: list[LayerCost]) -> float:
     return smallest.forward_flops / smallest.microbatch_size
 
 
-def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], tuple[tuple[str, ...], ...]]:
-    """Return every parameter and buffer by name, and the groups of names that share one."""
+def _parameters(model: nn.Module, program: Program) -> tuple[dict[str, Parameter], tuple[tuple[str, ...], ...]]:
+    """Return every parameter, buffer and plain tensor that is read by name, and the groups of names that share one."""
     groups: dict[int, list[str]] = {}
     found: dict[str, Parameter] = {}
     persistent = set(model.state_dict(keep_vars=True))
+    read = {name for node in program.nodes for name in node.params()}
     named: list[tuple[str, torch.Tensor, bool]] = [
         (n, p, False) for n, p in model.named_parameters(remove_duplicate=False)
     ]
     named += [(n, b, True) for n, b in model.named_buffers(remove_duplicate=False)]
+    named += [(n, t, True) for n, t in plain_tensors(model).items() if n in read]
     for name, tensor, is_buffer in named:
         group = groups.setdefault(id(tensor), [])
         found[name] = Parameter(

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from planner.errors import CaptureError
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, Run, seen_functions
+from planner.profiler.plain_tensors import plain_tensors, spelled_out
 from planner.profiler.torch_internals import unrecorded
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref
 
@@ -99,7 +100,10 @@ class Call:
 
 @dataclass
 class Recording:
-    """The calls of a forward, the values they made (by number) and the structure of the output and the loss."""
+    """The calls of a forward, the values they made (by number) and the structure of the output and the loss.
+
+    `constants` are the values of the tensors that stood outside the model, each with the line that read it.
+    """
 
     inputs: dict[str, int]
     targets: dict[str, int]
@@ -108,6 +112,7 @@ class Recording:
     loss_calls: list[Call]
     loss: Any
     tensors: dict[int, torch.Tensor]
+    constants: tuple[tuple[str, Any], ...] = ()
 
 
 class Unsupported:
@@ -131,13 +136,15 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, empty_caches: Callable[[], None]) -> None:
         super().__init__()
+        self.empty_caches = empty_caches
         self.names = {id(module): name for name, module in model.named_modules()}
         self.params: dict[int, list[str]] = {}
         for name, tensor in [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
+            *plain_tensors(model).items(),
         ]:
             self.params.setdefault(id(tensor), []).append(name)
         self.values: dict[int, int] = {}
@@ -146,6 +153,7 @@ class _Recorder(TorchFunctionMode):
         self.scopes = [""]
         self.in_leaf = False
         self.draws = Draws()
+        self.constants: list[tuple[str, int, Any]] = []
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -174,7 +182,7 @@ class _Recorder(TorchFunctionMode):
                 if id(value) in self.params:
                     return ParamRef(self.param_name(value))
                 if not defining and id(value) not in self.values:
-                    raise self._unknown_tensor(value)
+                    return self._spell_out(value)
                 return Ref(str(self.bind(value)))
             case torch.Size():
                 return tuple(int(item) for item in value)
@@ -209,12 +217,25 @@ class _Recorder(TorchFunctionMode):
             return Fields(tuple((name, self.encode(getattr(value, name), defining=defining)) for name in names))
         return Unsupported(value)
 
+    def _spell_out(self, tensor: torch.Tensor) -> Ref:
+        """Record a call that makes a small tensor from its values, which stands outside the model and nobody trains."""
+        values = spelled_out(tensor)
+        if values is None:
+            raise self._unknown_tensor(tensor)
+        self.constants.append((self.location(), id(tensor), values))
+        result = Ref(str(len(self.tensors)))
+        self.tensors[len(self.tensors)] = tensor
+        call = self.add("function", "torch.tensor", (values,), {"dtype": tensor.dtype, "device": tensor.device})
+        call.result = result
+        self.frames[-1].append(call)
+        return result
+
     def _unknown_tensor(self, tensor: torch.Tensor) -> CaptureError:
         shape = tuple(tensor.shape)
         return CaptureError(
             f"{self.location()}: a tensor of shape {shape} in {self.scopes[-1] or 'the model'} was made where "
-            "recording can't see it (a plain attribute, numpy, a custom autograd function, or C++)",
-            hint="register it as a buffer, or put the code that makes it into a module of its own",
+            "recording can't see it (outside the model, numpy, a custom autograd function, or C++)",
+            hint="register it as a buffer of the module that reads it (register_buffer)",
         )
 
     def location(self) -> str:
@@ -279,6 +300,8 @@ class _Recorder(TorchFunctionMode):
         )
         if not call.in_place:
             result = _fresh(result, known)
+        if call.in_place and any(id(args[0]) == constant for _, constant, _ in self.constants):
+            raise self._unknown_tensor(args[0])
         call.result = self.encode(result, defining=True)
         if name == "__setitem__":
             call.result = call.args[0]
@@ -315,9 +338,11 @@ class _Recorder(TorchFunctionMode):
         self.frames.append(call.body)
         self.scopes.append(name)
         drawn = self.draws.count
+        self.empty_caches()
         try:
             result = original(module, *args, **kwargs)
         finally:
+            self.empty_caches()
             self.frames.pop()
             self.scopes.pop()
             self.in_leaf = False
@@ -407,13 +432,15 @@ def record(
     inputs: dict[str, torch.Tensor],
     targets: dict[str, torch.Tensor],
     loss: Callable[[Any], Any] | None,
+    *,
+    empty_caches: Callable[[], None] = lambda: None,
 ) -> Recording:
     """Return the recording of `model(*args, **kwargs)` and of `loss(output)`.
 
     `inputs` names the tensors among the arguments, `targets` those that the loss reads beside the output. Call it under
-    the fake-tensor mode that the tensors belong to.
+    the fake-tensor mode that the tensors belong to. `empty_caches` is called where the code of a module begins.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, empty_caches)
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
     with recorder.draws, _patched_module_call(recorder), seen_functions(recorder.call_function), recorder:
         output = model(*args, **kwargs)
@@ -422,4 +449,5 @@ def record(
         structure = recorder.encode(output, defining=True)
         asked = {name: recorder.bind(tensor) for name, tensor in targets.items()}
         scalar = recorder.encode(loss(output), defining=True) if loss is not None else structure
-    return Recording(named, asked, calls, structure, recorder.frames[0], scalar, recorder.tensors)
+    constants = tuple((location, values) for location, _, values in recorder.constants)
+    return Recording(named, asked, calls, structure, recorder.frames[0], scalar, recorder.tensors, constants)

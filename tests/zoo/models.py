@@ -130,15 +130,15 @@ class BatchLoop(nn.Module):
         return torch.stack([self.layer(row) for row in x])
 
 
-class PlainAttribute(nn.Module):
-    """A tensor that is neither parameter nor buffer."""
+class DrawnTensor(nn.Module):
+    """A tensor that is neither parameter nor buffer nor attribute, and other in every model that is built."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.table = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH)
+        self.layer, self.tables = nn.Linear(WIDTH, WIDTH), [torch.randn(WIDTH)]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.table
+        return self.layer(x) + self.tables[0]
 
 
 class FunctionalTie(nn.Module):
@@ -265,7 +265,7 @@ INPUTS: dict[type[nn.Module], Callable[[int], Any]] = {
     Convolutions: _images,
     Branching: _floats,
     BatchLoop: _floats,
-    PlainAttribute: _floats,
+    DrawnTensor: _floats,
     FunctionalTie: _ids,
     CalledTwice: _floats,
     TorchEncoder: _ids,

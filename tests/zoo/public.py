@@ -1,0 +1,80 @@
+"""Habits of published code, one small model each: what each shows is said in its docstring."""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH = 16
+SHIFT = torch.linspace(-1, 1, WIDTH).view(1, 1, WIDTH)
+
+
+def loss_fn(output: Any) -> Tensor:
+    """Return the mean square of the output."""
+    return (output.double() ** 2).mean()
+
+
+def rotations(width: int, length: int) -> Tensor:
+    """Return complex numbers of absolute value one, [length, width / 2]."""
+    angles = torch.outer(torch.arange(length), 1.0 / 100 ** (torch.arange(0, width, 2) / width))
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+@functools.lru_cache
+def distances(length: int) -> Tensor:
+    """Return how far apart positions are; made once for a length."""
+    positions = torch.arange(length)
+    return (positions[None] - positions[:, None]).abs()
+
+
+class Rotated(nn.Module):
+    """A block that turns pairs of numbers, with a bias that every block gets from one cached function."""
+
+    def __init__(self, length: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.weight = 1.0 / torch.arange(1, length + 1)
+        self.kept: Tensor | None = None
+
+    def mask(self, x: Tensor) -> Tensor:
+        if self.kept is None or len(self.kept) < x.shape[1]:
+            self.kept = torch.ones(x.shape[1], x.shape[1]).tril().to(x.device)
+        return self.kept
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        turned = torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).double()) * turns)
+        scores = -distances(x.shape[1]) * self.weight[: x.shape[1]] * self.mask(x)
+        mixed = torch.einsum("ts,bsd->btd", scores.type_as(x).softmax(-1), turned.flatten(-2).type_as(x))
+        return x + self.down(F.silu(self.up(mixed)))
+
+
+class PlainTensors(nn.Module):
+    """A table as a plain attribute of the model, which forward moves to its device; others inside blocks, in a list and
+    under a global name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
+        self.blocks = nn.ModuleList(Rotated() for _ in range(3))
+        self.turns = rotations(WIDTH, 16)
+        self.scale = torch.tensor(math.sqrt(WIDTH))
+        self.bands = [2.0**number for number in torch.arange(3)]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.scale + sum(torch.sin(ids.unsqueeze(-1) * band) for band in self.bands) + SHIFT
+        self.turns = self.turns.to(x.device)
+        for block in self.blocks:
+            x = block(x, self.turns[: ids.shape[1]])
+        return self.head(x)
+
+
+def ids(rows: int) -> tuple[Tensor]:
+    return (torch.randint(0, 32, (rows, 6)),)
+
+
+build_plain_tensors = PlainTensors
+inputs_plain_tensors = ids
