@@ -128,7 +128,7 @@ def test_setup_leaves_what_one_process_has(workers: Workers, options: dict[str, 
     results = workers.run("set_up", 4, **options)
     assert results[0]["parameters"] == []
     assert results[0]["buffers"] == []
-    assert results[0]["num_parameters"] == 47
+    assert results[0]["num_parameters"] == 50
     assert results[0]["num_buffers"] == 1
     for result in results:
         assert result["random_state_is_the_users"]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import all_plans, fastest, priced_plans
 from strategies import (
     ORIGIN,
     chain_profile,
@@ -22,7 +21,7 @@ from strategies import (
 from planner import cost
 from planner.cluster import Cluster
 from planner.errors import PlannerError, UsageError
-from planner.model_profile import Edge, LayerClass, ModelProfile, Parameter
+from planner.model_profile import Edge, LayerClass, ModelProfile
 from planner.plan import Plan
 from planner.solver import Solution, SolveRequest, branch, recompute, solve
 from planner.solver.recompute import RecomputeChoices
@@ -252,81 +251,6 @@ def test_a_degree_over_the_node_needs_theoretical() -> None:
     assert solution.conflict is not None
     assert solution.conflict.constraint == "node"
     assert planned(ask(profile, cluster, 4, ("tp_degree", "4"), theoretical=True)).tp_degree == 4
-
-
-def with_scalar(profile: ModelProfile, *, trainable: bool = True, buffer: bool = False) -> ModelProfile:
-    """Return the profile with one more parameter (or buffer) without dimensions, in its last layer."""
-    last = profile.layers[-1]
-    scalar = Parameter(shape=(), dtype="float32", num_bytes=4, trainable=trainable, buffer=buffer)
-    layers = (*profile.layers[:-1], last.model_copy(update={"parameters": (*last.parameters, "head.scale")}))
-    return profile.model_copy(update={"layers": layers, "parameters": profile.parameters | {"head.scale": scalar}})
-
-
-@pytest.mark.parametrize("trainable", [True, False])
-def test_a_parameter_without_dimensions_leaves_no_data_parallelism(trainable: bool) -> None:
-    plain, cluster = timed_profile([1.0] * 4, [2.0] * 4), make_cluster(4)
-    profile = with_scalar(plain, trainable=trainable)
-    assert planned(ask(plain, cluster, 4)).dp_degree == 4
-    assert planned(ask(with_scalar(plain, trainable=False, buffer=True), cluster, 4)).dp_degree == 4
-    solution = ask(profile, cluster, 4)
-    assert (planned(solution).pp_degree, planned(solution).dp_degree) == (4, 1)
-    assert all(runner_up.dp_degree == 1 for runner_up in solution.runners_up)
-    allowed = (plan for plan in all_plans(profile, 4, 4) if plan.dp_degree == 1)
-    best = fastest(priced_plans(profile, cluster, allowed), cluster.gpu_at(0).memory)
-    assert solution.lower_bound_s == pytest.approx(best, rel=1e-9)
-    assert planned(ask(profile, cluster, 4, theoretical=True)).dp_degree == 4
-
-
-def test_data_parallelism_pinned_with_a_parameter_without_dimensions_is_named() -> None:
-    profile, cluster = with_scalar(timed_profile([1.0] * 4)), make_cluster(4)
-    solution = ask(profile, cluster, 4, ("dp_degree", "2"))
-    assert solution.conflict is not None
-    assert (solution.status, solution.conflict.constraint) == ("infeasible", "scalar-parameters")
-    for part in ("'head.scale' has shape ()", "dp_degree 2", "the shape (1,)", "--pin dp_degree=1"):
-        assert part in solution.conflict.message
-    assert "leave out --pin dp_degree=2" in [repair.description for repair in solution.repairs]
-    assert planned(ask(profile, cluster, 4, ("dp_degree", "2"), theoretical=True)).dp_degree == 2
-    excluded = ask(profile, cluster, 4, exclusions=(("dp_degree", "1"),)).conflict
-    assert excluded is not None
-    assert excluded.constraint == "scalar-parameters"
-    assert "dp_degree 2 or 4" in excluded.message
-
-
-def test_gpus_that_only_data_parallelism_could_use_are_told_with_the_parameter() -> None:
-    solution = ask(with_scalar(timed_profile([1.0] * 2)), make_cluster(4), 4)
-    assert solution.conflict is not None
-    assert solution.conflict.constraint == "scalar-parameters"
-    for part in ("'head.scale'", "the shape (1,)", "fewer GPUs, since dp_degree 1 can't use 4"):
-        assert part in solution.conflict.message
-    assert "--pin" not in solution.conflict.message
-    assert [repair.description for repair in solution.repairs] == ["--gpus 2", "--gpus 1"]
-
-
-def test_mixed_precision_with_a_parameter_without_dimensions_has_no_plan() -> None:
-    costs = (layer_cost(),)
-    block = LayerClass(name="block", module_class="Block", costs=costs)
-    plain = chain_profile([block], ["block"] * 4, dtype="bfloat16")
-    profile, cluster = with_scalar(plain), make_cluster(4)
-    assert planned(ask(plain, cluster, 4, precision="bf16-mixed")).precision == "bf16-mixed"
-    for pins in ((), (("dp_degree", "1"),), (("dp_degree", "2"),)):
-        solution = ask(profile, cluster, 4, *pins, precision="bf16-mixed")
-        assert (solution.status, solution.plan) == ("infeasible", None)
-        assert solution.conflict is not None
-        assert solution.conflict.constraint == "scalar-parameters"
-        for part in ("'head.scale' has shape ()", "precision bf16-mixed", "the shape (1,)", "--precision fp32"):
-            assert part in solution.conflict.message
-        repairs = [repair.description for repair in solution.repairs]
-        assert repairs == ([] if pins == (("dp_degree", "2"),) else ["--precision bf16"])
-    assert planned(ask(profile, cluster, 4, precision="bf16")).dp_degree == 1
-    assert planned(ask(profile, cluster, 4, precision="bf16-mixed", theoretical=True)).dp_degree == 4
-
-
-def test_a_lack_of_memory_tells_that_a_parameter_rules_out_sharding() -> None:
-    profile = with_scalar(equal_profile(2, params=1000))
-    conflict = ask(profile, make_cluster(2, memory=9000), 2).conflict
-    assert conflict is not None
-    assert conflict.constraint == "memory"
-    assert "dp_degree is 1 because parameter 'head.scale' has shape ()" in conflict.message
 
 
 @pytest.mark.parametrize("seed", range(8))

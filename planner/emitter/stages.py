@@ -1,6 +1,6 @@
 """Works out what each stage of a plan holds: its nodes, modules, and the values it receives and sends."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost.layers import REPLICATED, tie_conflict
 from planner.errors import EmitError
@@ -54,7 +54,22 @@ def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
     _check_shared(plan, profile, owner)
     transfers = _transfers(profile, owner)
     derived = _derived_nodes(profile)
-    return [_stage_code(plan, profile, index, owner, transfers, derived) for index in range(len(plan.stages))]
+    stages = [_stage_code(plan, profile, index, owner, transfers, derived) for index in range(len(plan.stages))]
+    unread = _unread_parameters(profile, stages)
+    return [replace(stages[0], parameters=(*stages[0].parameters, *unread)), *stages[1:]]
+
+
+def _unread_parameters(profile: ModelProfile, stages: list[StageCode]) -> list[str]:
+    """Return what no stage reads, under any of its names: the first stage keeps it, so that it is saved as it was."""
+    held = {name for stage in stages for name in stage.parameters}
+    prefixes = tuple(f"{name}." for stage in stages for name in stage.modules)
+    kept: list[str] = []
+    for name, parameter in profile.parameters.items():
+        group = next((group for group in profile.tied if name in group), (name,))
+        read = any(other in held or other.startswith(prefixes) for other in group)
+        if not read and parameter.persistent and group[0] not in kept:
+            kept.append(group[0])
+    return kept
 
 
 def _stage_of_layers(plan: Plan, profile: ModelProfile) -> list[int]:
@@ -137,7 +152,9 @@ def _stage_code(
         own = first.start <= position < last.stop and position not in derived
         if not own and position not in derived:
             continue
-        if any(name in needed for name in node.writes()) or (own and (node.in_place or node.kind == "setitem")):
+        # a module is called even for nothing: it may change its buffers, and its parameters are the model's
+        lasting = own and (node.in_place or node.kind in ("setitem", "module"))
+        if lasting or any(name in needed for name in node.writes()):
             kept.append(node)
             needed.update(node.reads())
     nodes = tuple(reversed(kept))

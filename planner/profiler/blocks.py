@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.errors import UsageError
 from planner.profiler.recorder import Call, Unsupported, is_leaf
-from planner.program import Ref, leaves
+from planner.program import ParamRef, Ref, leaves
 
 
 def find_blocks(model: nn.Module) -> frozenset[str]:
@@ -76,7 +76,8 @@ def select_calls(model: nn.Module, calls: Iterable[Call], chosen: tuple[str, ...
 
 def _select(calls: list[Call], modules: dict[str, nn.Module], blocks: frozenset[str]) -> Iterable[Call]:
     for call in calls:
-        if call.kind == "module" and not call.leaf and _opens(call, modules[call.target], blocks):
+        opens = call.kind == "module" and not call.leaf and _opens(call, modules[call.target], blocks)
+        if opens or (call.kind == "module" and reads_beside(call)):
             yield from _select(call.body, modules, blocks)
         else:
             yield call
@@ -115,6 +116,24 @@ def hidden_inputs(call: Call) -> set[str]:
 
     visit(call.body)
     return hidden
+
+
+def reads_beside(call: Call) -> bool:
+    """Return whether a module's body calls a module, or reads a parameter, that is not its own nor an argument: one
+    that it keeps in a list of its own, say. Called whole it would hide from its stage what it reads.
+    """
+    prefix = f"{call.target}."
+    passed = {leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, ParamRef)}
+
+    def visit(calls: list[Call]) -> bool:
+        for inner in calls:
+            named = [leaf.name for leaf in leaves((inner.args, inner.kwargs)) if isinstance(leaf, ParamRef)]
+            named += [inner.target] if inner.kind == "module" else []
+            if any(name not in passed and not name.startswith(prefix) for name in named) or visit(inner.body):
+                return True
+        return False
+
+    return visit(call.body)
 
 
 def open_calls(calls: Iterable[Call]) -> list[Call]:

@@ -11,7 +11,7 @@ their meaning: a call that writes a value that already exists refers to that val
 import sys
 import traceback
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,14 +139,9 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, empty_caches: Callable[[], None]) -> None:
         super().__init__()
         self.empty_caches = empty_caches
-        self.names = {id(module): name for name, module in model.named_modules()}
-        self.params: dict[int, list[str]] = {}
-        for name, tensor in [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-            *plain_tensors(model).items(),
-        ]:
-            self.params.setdefault(id(tensor), []).append(name)
+        self.names = _names(model.named_modules(remove_duplicate=False))
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self.params = _names([*tensors, *plain_tensors(model).items()])
         self.values: dict[int, int] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.frames: list[list[Call]] = [[]]
@@ -164,9 +159,8 @@ class _Recorder(TorchFunctionMode):
             self.tensors[len(self.tensors)] = tensor  # kept alive, so that ids stay unique
         return self.values[id(tensor)]
 
-    def param_name(self, tensor: torch.Tensor) -> str:
-        """Return the name of a parameter or buffer; of several, the one nearest to the module that is running."""
-        names = self.params[id(tensor)]
+    def _name_here(self, names: list[str]) -> str:
+        """Return the name of a module or tensor; of several, the one nearest to the module that is running."""
         scope = self.scopes[-1]
         while len(names) > 1 and scope:
             inside = next((name for name in names if name.startswith(f"{scope}.")), None)
@@ -180,7 +174,7 @@ class _Recorder(TorchFunctionMode):
         match value:
             case torch.Tensor():
                 if id(value) in self.params:
-                    return ParamRef(self.param_name(value))
+                    return ParamRef(self._name_here(self.params[id(value)]))
                 if not defining and id(value) not in self.values:
                     return self._spell_out(value)
                 return Ref(str(self.bind(value)))
@@ -329,7 +323,7 @@ class _Recorder(TorchFunctionMode):
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call, recording it; inside a leaf nothing is recorded."""
-        name = self.names.get(id(module))
+        name = self._name_here(self.names.get(id(module), [""]))
         if self.in_leaf or not name:
             return original(module, *args, **kwargs)
         call = self.add("module", name, args, kwargs)
@@ -354,6 +348,14 @@ class _Recorder(TorchFunctionMode):
         call.result = self.encode(result, defining=True)
         self.frames[-1].append(call)
         return result
+
+
+def _names(named: Iterable[tuple[str, Any]]) -> dict[int, list[str]]:
+    """Return every name of each module or tensor, by its id."""
+    found: dict[int, list[str]] = {}
+    for name, item in named:
+        found.setdefault(id(item), []).append(name)
+    return found
 
 
 def _flatten(value: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from planner.units import counted
 
 def arithmetic_conflict(space: Space) -> Conflict:
     """Return the constraint that leaves `space` without settings."""
-    return _pinned_conflict(space) or _scalar_conflict(space) or _combined_conflict(space)
+    return _pinned_conflict(space) or _combined_conflict(space)
 
 
 def _listed(numbers: "list[int] | set[int]") -> str:
@@ -83,37 +83,6 @@ def _pinned_conflict(space: Space) -> Conflict | None:
                 ),
             )
     return None
-
-
-def _scalar_conflict(space: Space) -> Conflict | None:
-    """Return the conflict of a parameter without dimensions; None where degrees are left, or none would be anyway."""
-    name = space.scalar_parameter
-    if name is None or any(space.degrees()):
-        return None
-    found = sorted({dp for _, _, dp in space.degrees_with_scalars()})
-    if not found:
-        return None
-    if space.request.precision == "bf16-mixed":
-        what, other = "precision bf16-mixed", "plan with --precision fp32 (or bf16)"
-    else:
-        what = f"dp_degree {' or '.join(map(str, found))}"
-        pins, exclusions = (
-            replace(given, values={key: values for key, values in given.values.items() if key != "dp_degree"})
-            for given in (space.pins, space.exclusions)
-        )
-        alone = any(replace(space, pins=pins, exclusions=exclusions).degrees())
-        other = (
-            "--pin dp_degree=1"
-            if alone
-            else f"plan for fewer GPUs, since dp_degree 1 can't use {space.request.num_gpus}"
-        )
-    return Conflict(
-        constraint="scalar-parameters",
-        message=(
-            f"parameter {name!r} has shape (), no dimension, which {what} can't hold (torch's replicate and "
-            f"fully_shard need one): give it the shape (1,), or {other}"
-        ),
-    )
 
 
 def _divisions(space: Space, tp_degree: int) -> bool:

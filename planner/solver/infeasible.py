@@ -54,8 +54,6 @@ def find_conflict(space: Space, problems: Problems) -> Conflict:
     first, stop = spans[fullest]
     available = problem.positions[fullest].budget_bytes
     where = f"layers {names[first]} to {names[stop - 1]}" if stop - first > 1 else f"layer {names[first]}"
-    scalar = space.scalar_parameter
-    limit = f"; dp_degree is 1 because parameter {scalar!r} has shape (): give it the shape (1,)" if scalar else ""
     layout = f"pp {setting.pp_degree} x tp {setting.tp_degree} x dp {setting.dp_degree}, {setting.data_parallel}"
     over = [s for s, need in enumerate(needs) if need > problem.positions[s].budget_bytes]
     which = (
@@ -67,7 +65,7 @@ def find_conflict(space: Space, problems: Problems) -> Conflict:
         message=(
             f"the leanest plan ({layout}, microbatch_size {setting.microbatch_size}) needs {format_bytes(peak)} "
             f"per GPU, in stage {fullest} with {where}; the GPUs have {format_bytes(available)}"
-            f"{less}, reserve of {format_bytes(space.pricer.cluster.memory_reserve)} included in both{which}{limit}"
+            f"{less}, reserve of {format_bytes(space.pricer.cluster.memory_reserve)} included in both{which}"
         ),
         least_peak_bytes=peak,
         available_bytes=available,
@@ -156,10 +154,7 @@ def _candidates(space: Space, conflict: Conflict) -> Iterator[tuple[str, Cluster
             batch = -(-request.global_batch_size // factor) * factor
             if request.global_batch_size < batch <= MAX_GLOBAL_BATCH_SIZE:
                 yield f"--global-batch-size {batch}", cluster, replace(request, global_batch_size=batch)
-    scalars = conflict.constraint == "scalar-parameters"
-    if scalars and request.precision == "bf16-mixed":  # bf16 reads the same profile, fp32 would need another
-        yield "--precision bf16", cluster, replace(request, precision="bf16")
-    elif scalars or conflict.constraint in ("gpus", "batch", "layers"):
+    if conflict.constraint in ("gpus", "batch", "layers"):
         for num_gpus in reversed(range(max(1, request.num_gpus - 8), request.num_gpus)):
             yield f"--gpus {num_gpus}", cluster, replace(request, num_gpus=num_gpus)
     if conflict.constraint == "memory" and conflict.least_peak_bytes is not None:

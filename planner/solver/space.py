@@ -11,9 +11,6 @@ Constraints have names, which an infeasible problem quotes:
     heads         tp_degree divides the heads of every block's attention
     node          tp_degree <= GPUs of a node
     warm-up       num_microbatches >= pp_degree for 1f1b, unless num_microbatches is pinned: fewer leave stages idle
-    scalar-parameters
-                  with a parameter of shape (), which `replicate` and `fully_shard` can't hold, dp_degree = 1, and
-                  nothing at all under bf16-mixed, which runs through them at any degree
     pins          what people fixed or excluded
 """
 
@@ -71,14 +68,6 @@ class Space:
         return (pinned is None or value in pinned) and value not in ruled_out
 
     @property
-    def scalar_parameter(self) -> str | None:
-        """The first parameter of shape (), frozen or not, where the runtime's limits hold (no `theoretical`)."""
-        if self.request.theoretical:
-            return None
-        parameters = self.pricer.profile.parameters.items()
-        return next((name for name, param in parameters if param.shape == () and not param.buffer), None)
-
-    @property
     def tp_degrees(self) -> list[int]:
         """Degrees at which some layer has costs, 1 included, whatever is pinned."""
         known = {1}
@@ -103,13 +92,6 @@ class Space:
 
     def degrees(self) -> Iterator[tuple[int, int, int]]:
         """Yield (pp_degree, tp_degree, dp_degree) that every constraint on degrees leaves."""
-        if self.scalar_parameter is None:
-            yield from self.degrees_with_scalars()
-        elif self.request.precision != "bf16-mixed":
-            yield from ((pp, tp, dp) for pp, tp, dp in self.degrees_with_scalars() if dp == 1)
-
-    def degrees_with_scalars(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (pp_degree, tp_degree, dp_degree) that all constraints on degrees but scalar-parameters leave."""
         num_gpus, num_layers = self.request.num_gpus, len(self.pricer.profile.layers)
         largest = num_gpus if self.request.theoretical else self.pricer.cluster.gpus_per_node
         for tp in self.tp_degrees:

@@ -8,34 +8,63 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from planner.emitter.runtime.checks import PlanError
 from planner.emitter.runtime.stage import PlanStage
 
 
 def _distribute(stage: PlanStage, group: dist.ProcessGroup, mode: str, *, mixed: bool) -> None:
     """Wrap the stage's units, then the stage; parameters become DTensors that stay whole from first forward to last
-    backward. `mixed`: computed in bfloat16, gradients summed in float32.
+    backward. `mixed`: computed in bfloat16, gradients summed in float32. `_Numbers` has those without dimensions.
     """
-    for name, param in stage.named_parameters():
-        if param.dim() == 0:
-            raise PlanError(
-                f"{name!r} has no dimension, and replicate and fully_shard need one\n"
-                "hint: solve with --pin dp_degree=1, or give it the shape (1,)"
-            )
     mesh = DeviceMesh.from_group(group, stage.device.type, mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     wrap: Any
     if mode == "sharded":
-        wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        wrap = partial(fully_shard, reshard_after_forward=False)
     else:
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        wrap = partial(replicate, mesh=mesh, mp_policy=policy)
+        wrap = replicate
+    wrap = partial(wrap, mesh=mesh, mp_policy=policy, ignored_params={p for p in stage.parameters() if p.dim() == 0})
     for unit in stage.units:
         wrap(stage.get_submodule(unit))
     wrap(stage)
+
+
+class _Numbers:
+    """Parameters without dimensions, which `replicate` and `fully_shard` can't hold: plain tensors inside the stage.
+
+    `outer` are DTensors on the same memory, for optimizers; `average` brings them their gradients.
+    """
+
+    def __init__(self, stage: PlanStage, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.mesh = DeviceMesh.from_group(group, stage.device.type, mesh_dim_names=("dp",))
+        self.inner = {name: param for name, param in stage.named_parameters() if param.dim() == 0}
+        self.outer: dict[str, nn.Parameter] = {}
+        for name, param in self.inner.items():
+            whole = DTensor.from_local(param.detach(), self.mesh, [Replicate()], run_check=False)
+            self.outer[name] = nn.Parameter(whole, requires_grad=param.requires_grad)
+
+    def average(self) -> None:
+        """Add the mean of the replicas' gradients to the outer parameters'; one that no replica has stays none."""
+        trained = [name for name, param in self.inner.items() if param.requires_grad]
+        if not trained:
+            return
+        given = [self.inner[name].grad for name in trained]
+        zero = torch.zeros_like(self.inner[trained[0]])
+        flat = torch.stack([zero if gradient is None else gradient for gradient in given])
+        counts = torch.tensor([float(gradient is not None) for gradient in given], device=flat.device)
+        dist.all_reduce(flat, group=self.group)
+        dist.all_reduce(counts, group=self.group)
+        flat /= dist.get_world_size(self.group)
+        for name, gradient, count in zip(trained, flat, counts.tolist(), strict=True):
+            self.inner[name].grad = None
+            outer = self.outer[name]
+            if count:
+                mean = DTensor.from_local(gradient, self.mesh, [Replicate()], run_check=False)
+                outer.grad = mean if outer.grad is None else outer.grad + mean
 
 
 def _set_last_backward(stage: nn.Module, last: bool) -> None:

@@ -22,7 +22,7 @@ from planner.emitter.runtime.build import (
 )
 from planner.emitter.runtime.checks import PlanError, _check_layers, _check_model, _check_shape, _check_torch
 from planner.emitter.runtime.communication import _join
-from planner.emitter.runtime.data_parallel import _distribute, _local, _norm, _scale, _whole
+from planner.emitter.runtime.data_parallel import _distribute, _local, _norm, _Numbers, _scale, _whole
 from planner.emitter.runtime.executor import _Executor, stage_actions
 from planner.emitter.runtime.generated import INPUTS, PLAN, STAGES, TARGET_DIMS, TIED
 from planner.emitter.runtime.ranks import _first_held, _holds, _Ranks
@@ -76,12 +76,14 @@ def setup(
     ties = ranks.tie_groups()
     for names, source, group in ties if initialize is not None else ():
         dist.broadcast(stage.get_parameter(_first_held(stage, names)).detach(), source, group=group)
+    numbers = None
     if ranks.dp_degree > 1 or mixed:
+        numbers = _Numbers(stage, ranks.dp_group)
         _distribute(stage, ranks.dp_group, PLAN["data_parallel"], mixed=mixed)
     is_last = ranks.stage == len(STAGES) - 1
     executor = _Executor(stage, loss_fn, is_last=is_last, num_microbatches=PLAN["num_microbatches"], mixed=mixed)
     ranks.connect(executor, dtype)
-    return Runtime(stage, ranks, executor, ties, seed)
+    return Runtime(stage, ranks, executor, ties, seed, numbers)
 
 
 class Runtime:
@@ -94,11 +96,15 @@ class Runtime:
         executor: _Executor,
         ties: list[tuple[tuple[str, ...], int, dist.ProcessGroup]],
         seed: int,
+        numbers: _Numbers | None = None,
     ) -> None:
         self.modules: list[nn.Module] = [stage]
         self.check_finite = True
         self._stage, self._ranks, self._executor = stage, ranks, executor
         self._named = dict(stage.named_parameters())
+        self._numbers = numbers
+        if numbers is not None:
+            self._named |= numbers.outer
         self._divided = {name: _shard_of(stage, name) for name in self._named}
         self._first_name = {name: group[0] for group in TIED for name in group}
         self._num_microbatches: int = PLAN["num_microbatches"]
@@ -158,6 +164,8 @@ class Runtime:
         for param, earlier in aside:
             if earlier is not None:
                 param.grad = earlier if param.grad is None else earlier + param.grad
+        if self._numbers is not None:
+            self._numbers.average()
         return self._mean(losses)
 
     def evaluate(self, inputs: Any, target: Any = None, *, local: bool = False) -> Tensor:
@@ -180,7 +188,8 @@ class Runtime:
             group = next((names for names in TIED if name in names), (name,))
             first = next(index for index, stage in enumerate(STAGES) if any(_holds(stage, other) for other in group))
             whole_here = self._divided[name] is None and ranks.shard > 0
-            replica_here = PLAN["data_parallel"] == "replicated" and ranks.replica > 0
+            whole_on_replicas = PLAN["data_parallel"] == "replicated" or param.dim() == 0
+            replica_here = whole_on_replicas and ranks.replica > 0
             if param.grad is not None and first == ranks.stage and not whole_here and not replica_here:
                 counted.append(_local(param.grad))
         square = torch.zeros((), dtype=torch.float64, device=ranks.device)
