@@ -32,14 +32,15 @@ class ParamRef:
 
 @dataclass(frozen=True, slots=True)
 class BatchInt:
-    """An integer that depends on the batch: `per_row * rows + constant`."""
+    """An integer that depends on the batch: `squared * rows**2 + per_row * rows + constant`."""
 
     per_row: int
     constant: int = 0
+    squared: int = 0
 
     def at(self, rows: int) -> int:
         """Return the integer for a batch of `rows`."""
-        return self.per_row * rows + self.constant
+        return self.squared * rows**2 + self.per_row * rows + self.constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ def encode(value: Argument) -> Any:
             return {"ref": name}
         case ParamRef(name):
             return {"param": name}
-        case BatchInt(per_row, constant):
-            return {"batch": [per_row, constant]}
+        case BatchInt(per_row, constant, squared):
+            return {"batch": [per_row, constant, squared] if squared else [per_row, constant]}
         case BatchFloat(factor, power):
             return {"batch_float": [factor, power]}
         case Dtype(name):
@@ -226,7 +227,7 @@ def _training(data: Any) -> TrainingValue:
 _DECODERS: dict[str, Callable[[Any, int], Argument]] = {
     "ref": lambda data, depth: Ref(identifier(data)),
     "param": lambda data, depth: ParamRef(qualified_name(data)),
-    "batch": lambda data, depth: BatchInt(*map(_integer, _exactly(2, data))),
+    "batch": lambda data, depth: BatchInt(*map(_integer, _exactly(max(2, min(3, len(_listed(data)))), data))),
     "batch_float": lambda data, depth: _batch_float(data),
     "dtype": lambda data, depth: Dtype(dtype_name(data)),
     "constant": lambda data, depth: Constant(constant_name(data)),

@@ -65,9 +65,8 @@ class Renderer:
                 return name
             case ParamRef(name):
                 return self.parameter(name)
-            case BatchInt(per_row, constant):
-                product = self.batch if per_row == 1 else f"{per_row} * {self.batch}"
-                return product if not constant else f"({product} {'+' if constant > 0 else '-'} {abs(constant)})"
+            case BatchInt():
+                return self._batch_int(value)
             case BatchFloat(factor, power):
                 return f"({factor!r} {'*' if power == 1 else '/'} {self.batch})"
             case Dtype(name):
@@ -100,6 +99,17 @@ class Renderer:
                 return "..."
             case _:
                 return repr(value)
+
+    def _batch_int(self, value: BatchInt) -> str:
+        """Return the polynomial of the rows."""
+        powers = [(value.squared, f"{self.batch} * {self.batch}"), (value.per_row, self.batch), (value.constant, "")]
+        text = ""
+        for factor, power in powers:
+            if factor:
+                size = power if power and abs(factor) == 1 else " * ".join(filter(None, (str(abs(factor)), power)))
+                sign = ("-" if factor < 0 else "") if not text else (" - " if factor < 0 else " + ")
+                text += sign + size
+        return f"({text})" if " + " in text or " - " in text or text.startswith("-") else text
 
     def index(self, value: Any) -> str:
         """Return what stands between the brackets of `x[...]`."""

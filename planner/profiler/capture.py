@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,29 @@ from planner.profiler.meta_build import build_meta
 from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import Call, Recording, record
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
-from planner.program import MODEL_DTYPE, BatchFloat, BatchInt, Dtype, Fields, ParamRef, Ref, Tensor, TrainingValue
+from planner.program import (
+    MODEL_DTYPE,
+    BatchFloat,
+    BatchInt,
+    Dtype,
+    Fields,
+    ParamRef,
+    Ref,
+    Tensor,
+    TrainingValue,
+    leaves,
+)
 
-# Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple.
+# Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple. What
+# both say of a number is tried at eleven rows, which is no multiple and no power of two, and next to none above it.
 _ROWS = (2, 3)
+_TRIED_ROWS = 11
+
+
+_SAME_FOR_ALL_ROWS = (
+    "a forward whose structure depends on the batch size can't be cut into microbatches; "
+    "make it independent of the batch, or put that code into a module of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -196,16 +216,27 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     except _StructureDiffersError as error:
         raise CaptureError(
             f"{error.location}: {error.what} differs between batches of {first} and {second} rows",
-            hint="a forward whose structure depends on the batch size can't be cut into microbatches; "
-            "make it independent of the batch, or put that code into a module of its own",
+            hint=_SAME_FOR_ALL_ROWS,
         ) from None
 
-    double = _record_once(file, meta, first, torch.float64, training=True, all_floats=True)
+    tried = _TRIED_ROWS
+    double = _record_once(file, meta, tried, torch.float64, training=True, all_floats=True)
     double_numbers: dict[int, int] = {}
     try:
-        merged, double_numbers = _merge(merged, double, _dtype_leaf)
+        merged, double_numbers = _merge(merged, double, partial(_dtype_leaf, tried))
     except _StructureDiffersError as error:
-        notes.append(f"{error.location}: {error.what} depends on the dtype; recorded for the profile's dtype only")
+        tried = first
+        double = _record_once(file, meta, tried, torch.float64, training=True, all_floats=True)
+        try:
+            merged, double_numbers = _merge(merged, double, partial(_dtype_leaf, tried))
+        except _StructureDiffersError as same_rows:
+            location, what = same_rows.location, same_rows.what
+            notes.append(f"{location}: {what} depends on the dtype; recorded for the profile's dtype only")
+        else:
+            raise CaptureError(
+                f"{error.location}: {error.what} differs between batches of {first} and {_TRIED_ROWS} rows",
+                hint=_SAME_FOR_ALL_ROWS,
+            ) from None
 
     evaluation = _record_once(file, meta, first, dtype, training=False, all_floats=False)
     try:
@@ -213,13 +244,17 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     except _StructureDiffersError as error:
         notes.append(f"{error.location}: {error.what} differs in evaluation mode; the training code is recorded")
 
-    tensors = {
-        str(number): _tensor(
-            tensor, more_rows.tensors[rows_numbers[number]], double.tensors.get(double_numbers.get(number, -1))
-        )
-        for number, tensor in base.tensors.items()
-        if number in rows_numbers
-    }
+    tensors: dict[str, Tensor] = {}
+    for number, tensor in base.tensors.items():
+        if number in rows_numbers:
+            more, other_dtype = more_rows.tensors[rows_numbers[number]], double_numbers.get(number, -1)
+            try:
+                tensors[str(number)] = _tensor(tensor, more, double.tensors.get(other_dtype), tried)
+            except _StructureDiffersError as error:
+                raise CaptureError(
+                    f"{_maker(base.calls, number)}: {error.what}, which no batch between has to follow",
+                    hint=_SAME_FOR_ALL_ROWS,
+                ) from None
     return Capture(
         model=meta,
         model_hash=model_hash(meta),
@@ -244,8 +279,24 @@ def _check_constants(base: Recording, other: Recording) -> None:
             )
 
 
-def _tensor(base: torch.Tensor, more: torch.Tensor, double: torch.Tensor | None) -> Tensor:
+def _maker(calls: list[Call], number: int) -> str:
+    """Return where a value is made."""
+    for call in calls:
+        for inner in call.body:
+            if (found := _maker([inner], number)) != "the model":
+                return found
+        if Ref(str(number)) in list(leaves(call.result)):
+            return call.location or call.target
+    return "the model"
+
+
+def _tensor(base: torch.Tensor, more: torch.Tensor, double: torch.Tensor | None, rows: int) -> Tensor:
     dims = tuple(_rows_dim(int(a), int(b)) for a, b in zip(base.shape, more.shape, strict=True))
+    if double is not None:
+        dims = tuple(
+            dim if dim == size else _polynomial(dim if isinstance(dim, BatchInt) else BatchInt(0, dim), rows, int(size))
+            for dim, size in zip(dims, double.shape, strict=True)
+        )
     follows = double is not None and double.dtype == torch.float64 and base.is_floating_point()
     return Tensor(
         shape=dims,
@@ -287,17 +338,37 @@ def _rows_float(base: float, other: float) -> BatchFloat:
     raise _StructureDiffersError(f"the constant {base!r} ({other!r} in the larger batch)", "")
 
 
-def _dtype_leaf(base: Any, other: Any) -> Any:
-    """Unify two constants recorded with different model dtypes."""
+def _dtype_leaf(rows: int, base: Any, other: Any) -> Any:
+    """Unify two constants, the other recorded with another model dtype and another number of rows."""
     if isinstance(base, Dtype) and isinstance(other, Dtype):
         return Dtype(MODEL_DTYPE)
     rounding = isinstance(base, float) and isinstance(other, float) and math.isclose(base, other, rel_tol=1e-6)
     limit = isinstance(base, float) and abs(base) > 1e4  # the lowest number of a dtype, used to mask
     if rounding or limit:
         return base
-    if isinstance(base, BatchInt | BatchFloat) and type(other) in (int, float) and base.at(_ROWS[0]) == other:
+    if isinstance(base, BatchInt) and type(other) is int:
+        return _polynomial(base, rows, other)
+    if isinstance(base, BatchFloat) and isinstance(other, float) and math.isclose(base.at(rows), other, rel_tol=1e-6):
         return base
-    raise _StructureDiffersError(f"the constant {base!r} ({other!r} in float64)", "")
+    expected = f"{other!r} in float64 with {rows} rows"
+    raise _StructureDiffersError(f"the constant {base!r} ({expected})", "")
+
+
+def _polynomial(base: BatchInt, rows: int, value: int) -> BatchInt:
+    """Return the polynomial of the rows that is what `base` is at the first two numbers of rows, and `value` at `rows`.
+
+    It is linear where that agrees, or else quadratic (the pairs of a batch) with whole coefficients.
+    """
+    if base.at(rows) == value:
+        return base
+    first, second = _ROWS
+    squared, remainder = divmod(value - base.at(rows), (rows - first) * (rows - second) or 1)
+    if remainder or rows in _ROWS:
+        numbers = f"{base.at(first)}, {base.at(second)} and {value}"
+        raise _StructureDiffersError(f"a size or number is {numbers} with {first}, {second} and {rows} rows", "")
+    return BatchInt(
+        base.per_row - squared * (first + second), base.constant + squared * first * second, base.squared + squared
+    )
 
 
 def _training_leaf(base: Any, other: Any) -> Any:
@@ -362,7 +433,7 @@ class _Merger:
         return merged
 
     def _call(self, base: Call, other: Call) -> Call:
-        where = base.location or base.scope
+        where = base.location or other.location or base.scope or "the model"
         if (base.kind, base.target) != (other.kind, other.target):
             raise _StructureDiffersError(f"`{base.target}` or `{other.target}` being called", where)
         try:
