@@ -121,3 +121,15 @@ def test_verify_tells_what_it_did_with_random_numbers(pool: WorkerPool, tmp_path
     assert report.ok
     assert any("random numbers were matched" in note for note in report.notes)
     assert "random numbers that differ from draw to draw" in report.not_proved
+
+
+def test_attention_that_drops_nothing_draws_nothing() -> None:
+    profile = profiled("control:encoder_decoder")
+    drawn = {
+        node.target
+        for item in profile.layer_classes
+        for node in (item.body.nodes if item.body else ())
+        if node.random and node.kind == "function"
+    }
+    assert not drawn, "its dropouts are modules, and it has none in attention"
+    assert any(item.draws_apart for layer in profile.layer_classes for item in layer.shardings)

@@ -72,5 +72,14 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += RANDOM in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.count += RANDOM in func.tags and not _drops_nothing(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator that only draws to drop something (attention, recurrent layers) drops nothing."""
+    for position, item in enumerate(func._schema.arguments):
+        if item.name in ("p", "dropout_p", "dropout"):
+            return not (args[position] if position < len(args) else kwargs.get(item.name, item.default_value))
+    return False

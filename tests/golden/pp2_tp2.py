@@ -19,13 +19,12 @@ def block_tp2_forward(self, x):
     transpose = unbind_0.transpose(1, 2)
     transpose_2 = unbind_1.transpose(1, 2)
     transpose_3 = unbind_2.transpose(1, 2)
-    with draws_apart(self.tp_group):
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
-            transpose,
-            transpose_2,
-            transpose_3,
-            is_causal=True,
-        )
+    scaled_dot_product_attention = F.scaled_dot_product_attention(
+        transpose,
+        transpose_2,
+        transpose_3,
+        is_causal=True,
+    )
     transpose_4 = scaled_dot_product_attention.transpose(1, 2)
     reshape = transpose_4.reshape(batch, 4, 8)
     out = self.out(reshape)
