@@ -20,12 +20,14 @@ from torch import nn
 from planner.errors import CaptureError, PlannerError
 from planner.model_file import ModelFile, model_hash, split_arguments
 from planner.profiler import user_code as user
+from planner.profiler.blocks import find_blocks
 from planner.profiler.fake import make_fake
 from planner.profiler.hidden import open_escaping
 from planner.profiler.meta_build import build_meta
 from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import Call, Recording, record
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
+from planner.profiler.whole import WholeRuns
 from planner.program import (
     MODEL_DTYPE,
     BatchFloat,
@@ -123,7 +125,11 @@ def _record(
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
+        before = dict(meta.named_buffers(remove_duplicate=False))
         make_fake(meta, mode, dtype, buffers=all_floats)
+        originals: dict[int, torch.Tensor | None] = {
+            id(tensor): before[name] for name, tensor in meta.named_buffers(remove_duplicate=False)
+        }
         for module in meta.modules():
             module.training = training and module.training
 
@@ -131,7 +137,9 @@ def _record(
             """Return a fake tensor of its own for every input: two that are one in the example may differ later."""
             with mode:
                 target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                return torch.empty(tensor.shape, dtype=target, device="cpu")
+                made = torch.empty(tensor.shape, dtype=target, device="cpu")
+            originals[id(made)] = tensor
+            return made
 
         args, kwargs = split_arguments(_map_tensors(user.example_inputs(file, rows), fake))
         target = _map_tensors(user.example_target(file, rows), fake)
@@ -139,7 +147,8 @@ def _record(
         with mode, quiet_fake_tensors():
             named = input_tensors(meta, args, kwargs)
             targets = dict(_tensors({"target": target}))
-            return record(meta, args, kwargs, named, targets, loss, empty_caches=empty_caches)
+            whole = WholeRuns(originals, _containers_of_blocks(meta))
+            return record(meta, args, kwargs, named, targets, loss, whole, empty_caches=empty_caches)
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
@@ -150,6 +159,12 @@ def _record(
             f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {user.user_line(error)})",
             hint=hint,
         ) from error
+
+
+def _containers_of_blocks(model: nn.Module) -> frozenset[str]:
+    """Return the modules that hold blocks: what is called whole holds none, or a plan would have nothing to cut."""
+    names = (block.split(".") for block in find_blocks(model))
+    return frozenset(".".join(parts[:end]) for parts in names for end in range(len(parts)))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Finds what a module gives away by another way than its result: a list it appends to, an attribute, a cache object."""
+"""Finds what a module gives away by another way than its result, as in a list or a cache, and what is called whole."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -48,3 +48,13 @@ def open_escaping(calls: list[Call], inputs: Iterable[int], results: Any) -> Non
         return alive
 
     mark(calls)
+
+
+def called_whole(calls: Iterable[Call]) -> dict[str, str]:
+    """Return the modules that are called whole because their code looks at values, each with the reason."""
+    found: dict[str, str] = {}
+    for call in calls:
+        if call.kind == "module" and call.opaque:
+            found[call.target] = call.opaque
+        found |= called_whole(call.body)
+    return found

@@ -3,7 +3,7 @@
 import builtins
 import keyword
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,14 +155,14 @@ def _base_name(call: Call) -> str:
     return call.target.rpartition(".")[2].strip("_") or call.kind
 
 
-def input_only_values(program: Program, model: nn.Module) -> frozenset[str]:
-    """Return the values computed from the model's inputs alone, without parameters or randomness.
+def input_only_values(program: Program, model: nn.Module, whole: Container[str] = ()) -> frozenset[str]:
+    """Return the values computed from the model's inputs alone, without parameters, randomness or the modules `whole`.
 
     Every stage that reads such a value makes it anew, so none is sent. Writes in place disqualify what they write.
     """
     derived = set(program.inputs)
     for node in program.nodes:
-        if _is_pure(node, model) and all(name in derived for name in node.reads()):
+        if node.target not in whole and _is_pure(node, model) and all(name in derived for name in node.reads()):
             derived.update(node.writes())
     for node in program.nodes:
         if node.in_place:

@@ -1,6 +1,8 @@
 """What people should know of a profile beside its numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from torch import nn
 
 from planner.model_profile import LayerCost, Sharding, WholeAt
 from planner.profiler.capture import Capture
@@ -45,6 +47,42 @@ def degree_notes(whole: Iterable[WholeAt]) -> list[str]:
         if item.forbidden:
             found.setdefault(item.tp_degree, f"no plan uses tp_degree {item.tp_degree}: {item.reason}")
     return [found[degree] for degree in sorted(found)]
+
+
+def whole_notes(whole: Mapping[str, str]) -> list[str]:
+    """Return a note for each statement that keeps modules whole; `whole` has the reason of each such module."""
+    names: dict[str, list[str]] = {}
+    for name, reason in whole.items():
+        names.setdefault(reason.replace(f" in {name} ", " ").replace("\n    ", ": "), []).append(name)
+    return [
+        (
+            f"{_and_more(listed)}: called whole, never divided, priced on random data; it must return the same shapes "
+            f"for all data. {reason}"
+        )
+        for reason, listed in names.items()
+    ]
+
+
+def _and_more(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def batch_norm_notes(model: nn.Module) -> list[str]:
+    """Return a note where layers normalize by the statistics of a batch: a plan's batches are microbatches."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
+    if not names:
+        return []
+    return [
+        (
+            f"{_and_more(names)}: normalized by the statistics of one replica's microbatch, so microbatch_size changes "
+            "the gradients; running statistics move once a microbatch, and with dp_degree over 1 each replica has its "
+            "own, of which the first's are saved"
+        )
+    ]
 
 
 def hint_notes(captured: Capture, divided: Iterable[tuple[str, Iterable[Sharding]]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Profiles a model: captures it, divides it into layers, and measures or computes each layer class once."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +23,7 @@ from planner.profiler.classes import OpenedClass, open_class, shardings_of
 from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
 from planner.profiler.execute import Target, outside_results, run_derived
 from planner.profiler.fake import model_dtype
+from planner.profiler.hidden import called_whole
 from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import (
     Segment,
@@ -34,7 +35,7 @@ from planner.profiler.layers import (
     variable_names,
 )
 from planner.profiler.modules import ModuleSource
-from planner.profiler.notes import degree_notes, hint_notes, loss_notes, noise_notes
+from planner.profiler.notes import batch_norm_notes, degree_notes, hint_notes, loss_notes, noise_notes, whole_notes
 from planner.profiler.plain_tensors import plain_tensors
 from planner.profiler.recorder import Call
 from planner.profiler.segment import SegmentRunner
@@ -101,14 +102,16 @@ def profile_model(
     program = build_program(calls, named, captured.output, captured.tensors)
     targets = {str(number): name for name, number in captured.targets.items()}
     with_loss = build_program([*calls, *captured.loss_calls], named | targets, captured.loss, captured.tensors)
-    derived = input_only_values(program, captured.model)
+    whole = called_whole(captured.calls)
+    derived = input_only_values(program, captured.model, whole)
     segments = divide(program, captured.model, derived)
     degrees = tp_degrees or (COMPUTED_TP_DEGREES if gpu_type else MEASURED_TP_DEGREES)
     classes, names = _classes(captured, calls, program, segments, len(with_loss.nodes), degrees)
     if refuse_degrees:
         check_degrees(degrees, [(item.name, item.opened, item.whole) for item in classes])
     sizes = tuple(sorted(microbatch_sizes or (COMPUTED_MICROBATCH_SIZES if gpu_type else MEASURED_MICROBATCH_SIZES)))
-    pricer = _Pricer(file, captured, with_loss, derived, gpu_type, torch.device(device_name), target_dtype)
+    real = frozenset(item.name for item in classes if _looks_at_values(item, program, whole))
+    pricer = _Pricer(file, captured, with_loss, derived, gpu_type, torch.device(device_name), target_dtype, real)
     costs = pricer.price(classes, sizes, progress)
     flops = {layer_class.name: _flops_per_row(costs[layer_class.name]) for layer_class in classes}
     parameters, tied = _parameters(captured.model, with_loss)
@@ -142,8 +145,10 @@ def profile_model(
         notes=(
             *file.notes,
             *captured.notes,
+            *whole_notes(whole),
+            *batch_norm_notes(captured.model),
             *hint_notes(captured, ((item.segment.module, item.shardings) for item in classes)),
-            *degree_notes(whole for item in classes for whole in item.whole),
+            *degree_notes(undivided for item in classes for undivided in item.whole),
             *loss_notes(captured),
             *noise_notes(costs),
             *pricer.notes,
@@ -197,8 +202,18 @@ def _parameters_read_beside(program: Program, segment: Segment) -> set[str]:
     return {name.removeprefix(prefix) for node in nodes for name in node.params() if name.startswith(prefix)}
 
 
+def _looks_at_values(item: _Class, program: Program, whole: Mapping[str, str]) -> bool:
+    """Return whether a class calls modules of `whole`, through which fake tensors can't go."""
+    nodes = program.nodes[item.segment.start : item.segment.stop]
+    targets = [node.target for node in nodes if node.kind == "module"]
+    return any(name == target or name.startswith(f"{target}.") for name in whole for target in targets)
+
+
 class _Pricer:
-    """Prices layer classes one after another, each for every microbatch size, whole and divided."""
+    """Prices layer classes one after another, each for every microbatch size, whole and divided.
+
+    What is computed for a GPU runs on fake tensors; the classes `real`, whose code looks at values, on the CPU.
+    """
 
     def __init__(
         self,
@@ -209,6 +224,7 @@ class _Pricer:
         gpu: Gpu | None,
         device: torch.device,
         dtype: torch.dtype | None,
+        real: frozenset[str],
     ) -> None:
         self._file, self._captured, self._program, self._derived, self._gpu, self._device = (
             file,
@@ -218,8 +234,12 @@ class _Pricer:
             gpu,
             device,
         )
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if gpu is not None else None
-        self._source = ModuleSource(captured.model, device=device, dtype=dtype, fake_mode=self._fake_mode)
+        self._real = real
+        self._benches = [
+            (mode, ModuleSource(captured.model, device=device, dtype=dtype, fake_mode=mode))
+            for mode in (FakeTensorMode(allow_non_fake_inputs=True) if gpu is not None else None, None)
+        ]
+        self._fake_mode, self._source = self._benches[0]
         self.dtype = dtype or model_dtype(captured.model)
         self.least_rows = 1
         self.notes: tuple[str, ...] = ()
@@ -232,8 +252,13 @@ class _Pricer:
         total = sum(len(sizes) * (1 + len(item.shardings)) for item in classes)
         costs: dict[str, list[LayerCost]] = {item.name: [] for item in classes}
         done = 0
-        environments = {rows: self._environment(rows) for rows in sizes}
-        for item in classes:
+        environments: dict[tuple[bool, int], dict[str, Any]] = {}
+        for item in sorted(classes, key=lambda item: item.name in self._real):
+            is_real = item.name in self._real
+            self._fake_mode, self._source = self._benches[is_real]
+            for rows in sizes:
+                if (is_real, rows) not in environments:
+                    environments[is_real, rows] = self._environment(rows)
             for sharding in (None, *item.shardings):
                 self._source.release()
                 if sharding is not None:
@@ -245,7 +270,7 @@ class _Pricer:
                     progress(label, done, total)
                     done += 1
                     try:
-                        found.append(self._cost(item, sharding, rows, environments[rows]))
+                        found.append(self._cost(item, sharding, rows, environments[is_real, rows]))
                     except ProfileError as error:
                         if found or rows == sizes[-1]:
                             raise (too_few or error) from error

@@ -8,6 +8,7 @@ Values are numbered in the order of their making; a tensor object is one value, 
 their meaning: a call that writes a value that already exists refers to that value again.
 """
 
+import linecache
 import sys
 import traceback
 from collections import OrderedDict, defaultdict
@@ -25,12 +26,16 @@ from planner.errors import CaptureError
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, Run, seen_functions
 from planner.profiler.plain_tensors import plain_tensors, spelled_out
 from planner.profiler.torch_internals import unrecorded
+from planner.profiler.whole import CannotRunError, WholeRuns
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref
 
 _THIS_FOLDER = str(Path(__file__).parent)
 
 # Calls that turn a tensor into a Python value: under fake tensors they raise; with real ones they would bake a branch.
 _VALUE_READS = {"__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__contains__"}
+_VALUE_READS |= {"numpy", "__array__", "__format__"}
+# The errors of operators whose results, or their shapes, depend on values; or that fake tensors don't know.
+_VALUE_ERRORS = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")
 _IN_PLACE_DUNDERS = {
     "__iadd__",
     "__isub__",
@@ -115,6 +120,13 @@ class Recording:
     constants: tuple[tuple[str, Any], ...] = ()
 
 
+class ValueReadError(CaptureError):
+    """Code that depends on the values of tensors; the module that it stands in may be called whole."""
+
+
+_READS = "reads the value of a tensor: the code after it depends on the data, so no fixed program computes it"
+
+
 class Unsupported:
     """Stands for an argument that no program can hold; an error only if the call that has it is emitted."""
 
@@ -136,8 +148,9 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, empty_caches: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, whole: WholeRuns, empty_caches: Callable[[], None]) -> None:
         super().__init__()
+        self.whole = whole
         self.empty_caches = empty_caches
         self.names = _names(model.named_modules(remove_duplicate=False))
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -262,19 +275,8 @@ class _Recorder(TorchFunctionMode):
         drawn = self.draws.count
         try:
             result = func(*args, **kwargs)
-        except CaptureError:
-            raise
         except Exception as error:
-            if (
-                name in _VALUE_READS
-                or "DataDependent" in type(error).__name__
-                or "DynamicOutputShape" in type(error).__name__
-            ):
-                raise CaptureError(
-                    f"{self.location()}: `{name}` reads the value of a tensor in {self.scopes[-1] or 'the model'}: "
-                    "the code after it depends on the data, so no fixed program computes it",
-                    hint="compute it with tensor operations (masks, torch.where), so that all data takes the same code",
-                ) from error
+            self.check_values(name, error)
             raise
         if not (name == "__setitem__" or any(isinstance(item, torch.Tensor) for item in _flatten(result))):
             return result
@@ -302,6 +304,19 @@ class _Recorder(TorchFunctionMode):
         self.frames[-1].append(call)
         return result
 
+    def check_values(self, name: str, error: Exception) -> None:
+        """Raise ValueReadError where an error means that code depends on values."""
+        kind = type(error).__name__
+        if isinstance(error, CaptureError) or not (name in _VALUE_READS or kind.startswith(_VALUE_ERRORS)):
+            return
+        where = self.location()
+        said = "has no fake, so only real tensors can go through it" if kind.startswith("Unsupported") else _READS
+        raise ValueReadError(
+            f"{where}: `{name}` in {self.scopes[-1] or 'the model'} {said}{source_line(where)}",
+            hint="compute it with tensor operations (masks, torch.where), so that all data takes the same code; or put "
+            "it into the forward of a module that returns the same shapes for all data: that is then called whole",
+        ) from error
+
     def call_function(self, function: type, apply: Run, args: Any, kwargs: Any) -> Any:
         """Apply a custom autograd function; what it does inside is not recorded."""
         if self.in_leaf:
@@ -311,6 +326,10 @@ class _Recorder(TorchFunctionMode):
         self.in_leaf, drawn = True, self.draws.count
         try:
             result = apply(*args, **kwargs)
+        except Exception as error:
+            self.in_leaf = False
+            self.check_values(call.target, error)
+            raise
         finally:
             self.in_leaf = False
         call.random = self.draws.count > drawn
@@ -334,7 +353,7 @@ class _Recorder(TorchFunctionMode):
         drawn = self.draws.count
         self.empty_caches()
         try:
-            result = original(module, *args, **kwargs)
+            result = self._run_module(original, module, call, args, kwargs)
         finally:
             self.empty_caches()
             self.frames.pop()
@@ -348,6 +367,31 @@ class _Recorder(TorchFunctionMode):
         call.result = self.encode(result, defining=True)
         self.frames[-1].append(call)
         return result
+
+    def _run_module(self, original: Callable[..., Any], module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        """Return what a module's call gives; where its code looks at values, what it gives for real data."""
+        try:
+            try:
+                return original(module, *args, **kwargs)
+            except Exception as error:
+                self.check_values(call.target, error)
+                raise
+        except ValueReadError as error:
+            call.leaf, call.opaque = True, error.message
+            call.body.clear()
+            self.in_leaf = True
+            try:
+                return self.whole.run(call.target, module, args, kwargs)
+            except CannotRunError as reason:
+                message = f"{error.message}\n{call.target} can't be called whole: {reason}"
+                raise ValueReadError(message, hint=error.hint) from error
+
+
+def source_line(where: str) -> str:
+    """Return the line of 'file:line' as a second line of an error's message; nothing where it can't be read."""
+    path, _, number = where.rpartition(":")
+    text = linecache.getline(path, int(number)).strip() if number.isdigit() else ""
+    return f"\n    {text}" if text else ""
 
 
 def _names(named: Iterable[tuple[str, Any]]) -> dict[int, list[str]]:
@@ -434,15 +478,17 @@ def record(
     inputs: dict[str, torch.Tensor],
     targets: dict[str, torch.Tensor],
     loss: Callable[[Any], Any] | None,
+    whole: WholeRuns,
     *,
     empty_caches: Callable[[], None] = lambda: None,
 ) -> Recording:
     """Return the recording of `model(*args, **kwargs)` and of `loss(output)`.
 
     `inputs` names the tensors among the arguments, `targets` those that the loss reads beside the output. Call it under
-    the fake-tensor mode that the tensors belong to. `empty_caches` is called where the code of a module begins.
+    the fake-tensor mode that the tensors belong to. `whole` runs modules whose code looks at values, `empty_caches` is
+    called where the code of a module begins.
     """
-    recorder = _Recorder(model, empty_caches)
+    recorder = _Recorder(model, whole, empty_caches)
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
     with recorder.draws, _patched_module_call(recorder), seen_functions(recorder.call_function), recorder:
         output = model(*args, **kwargs)

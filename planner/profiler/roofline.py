@@ -9,6 +9,7 @@ Bytes are those of an operator's arguments and results, each read or written onc
 them uncompiled.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +166,7 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def compute_numbers(runner: SegmentRunner, gpu: Gpu) -> ComputedNumbers:
-    """Return what a layer of fake tensors costs on `gpu`.
+    """Return what a layer costs on `gpu`; its tensors are fake, but for code that only real ones can go through.
 
     The weight part of the backward is the whole less what the gradients of inputs alone take, as when measured; adding
     to the gradients of earlier microbatches is in it. ProfileError where the GPU has no peak for a dtype.
@@ -180,7 +181,8 @@ def compute_numbers(runner: SegmentRunner, gpu: Gpu) -> ComputedNumbers:
             torch.autograd.grad(seed, runner.grad_inputs, seed.detach(), retain_graph=True, allow_unused=True)
             input_s, _ = priced.take()
 
-    with runner.named_errors(), GpuKernels():
+    kernels = GpuKernels() if runner.fake_mode is not None else nullcontext()  # real tensors have the CPU's
+    with runner.named_errors(), kernels:
         memory = follow_memory(runner, priced, price_inputs)
     backward_s, _ = priced.take()
     if not runner.trainable:
