@@ -75,6 +75,20 @@ def spine(profile: ModelProfile, weights: Iterable[float], *, gradients: bool) -
     return tuple(reversed(path))
 
 
+def shared_updates(profile: ModelProfile) -> dict[int, SharedStorage]:
+    """Return the cuts that no plan can make, each by its first layer's index, with the buffer that forbids it.
+
+    A buffer that forward updates has one owner: the stage that has all layers that read it.
+    """
+    updated = set(profile.updated_buffers)
+    return {
+        cut: shared
+        for shared in shared_storages(profile)
+        if shared.name in updated
+        for cut in range(shared.layers[0] + 1, shared.layers[-1] + 1)
+    }
+
+
 def cut_bytes(profile: ModelProfile, cut: int, rows: int) -> int:
     """Return the bytes of all values that cross the cut before layer `cut`, for a microbatch of `rows`."""
     return sum(edge.num_bytes(rows) for edge in profile.crossing_edges(cut))

@@ -261,6 +261,7 @@ class ModelProfile(Record):
 
     `input_only_values` are computed from the model's inputs alone, without parameters: every stage that reads one makes
     it anew. `target_dims` are the dimensions that grow with the batch of the tensors of the loss's target, in order;
+    `updated_buffers` are those that a forward in training changes, each under all of its names;
     `input_keys` the names of inputs that no variable can have, by the program's. With fewer than `least_rows` some
     layer does not run in training: batch statistics of one value are none.
     """
@@ -277,6 +278,7 @@ class ModelProfile(Record):
     layer_classes: tuple[LayerClass, ...]
     edges: tuple[Edge, ...] = ()
     program: Program
+    updated_buffers: tuple[QualifiedName, ...] = ()
     input_keys: dict[Identifier, PlainText] = {}
     target_dims: tuple[NonNegativeInt | None, ...] = ()
     input_only_values: tuple[Identifier, ...] = ()
@@ -304,6 +306,7 @@ class ModelProfile(Record):
         for name, parameter in self.parameters.items():
             if parameter.tied_to is not None and parameter.tied_to not in self.parameters:
                 raise ValueError(f"parameter {name!r} is tied to {parameter.tied_to!r}, which is not listed")
+        _check_known(self.updated_buffers, self.parameters, "updated_buffers names")
         _check_known(self.input_only_values, self.program.tensors, "input_only_values names")
 
     def _check_layers(self) -> None:

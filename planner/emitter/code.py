@@ -182,6 +182,8 @@ def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary
     yield f"{pad}module_names = {_numbered(stage.modules)}"
     if stage.parameters:
         yield f"{pad}parameter_names = {name_tuple(stage.parameters)}"
+    if stage.updated_buffers:
+        yield f"{pad}updated_buffers = {name_tuple(stage.updated_buffers)}"
     yield f"{pad}inputs = {name_tuple(stage.inputs)}"
     for title, transfers in (("receives", stage.receives), ("sends", stage.sends)):
         if transfers:

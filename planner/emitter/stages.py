@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from planner.cost.layers import REPLICATED, tie_conflict
 from planner.errors import EmitError
-from planner.graph import shared_storages
+from planner.graph import shared_storages, shared_updates
 from planner.model_profile import LayerClass, ModelProfile, Sharding
 from planner.plan import Plan, coverage_problem
 from planner.program import BatchInt, Node, Ref, Tensor, leaves
@@ -42,6 +42,7 @@ class StageCode:
     inputs: tuple[str, ...]
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
+    updated_buffers: tuple[str, ...]
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
     is_last: bool
@@ -51,6 +52,7 @@ def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
     """Return what each stage's code is written from; EmitError where the plan does not fit the profile."""
     owner = _stage_of_layers(plan, profile)
     _check_inputs(plan, profile)
+    _check_updates(profile, owner)
     _check_shared(plan, profile, owner)
     transfers = _transfers(profile, owner)
     derived = _derived_nodes(profile)
@@ -96,6 +98,18 @@ def _check_shared(plan: Plan, profile: ModelProfile, owner: list[int]) -> None:
                 f"layers {first!r} and {second!r} share {shared.name!r} and divide it differently over "
                 f"tp_degree {plan.tp_degree}",
                 hint="leave both whole, or divide both the same way",
+            )
+
+
+def _check_updates(profile: ModelProfile, owner: list[int]) -> None:
+    """Refuse a plan where one stage updates a buffer and another has a copy that would go stale."""
+    for cut, shared in shared_updates(profile).items():
+        if owner[cut - 1] != owner[cut]:
+            first, last = (profile.layers[shared.layers[index]].name for index in (0, -1))
+            raise EmitError(
+                f"forward updates buffer {shared.name!r}, and layers {first!r} and {last!r} read it, on stages "
+                f"{owner[shared.layers[0]]} and {owner[shared.layers[-1]]}: each would have one of its own",
+                hint="leave these layers on one stage, as `planner solve` does without --pin cuts",
             )
 
 
@@ -170,14 +184,18 @@ def _stage_code(
     reads = {name for node in nodes for name in node.reads()}
     if is_last:
         reads |= {leaf.name for leaf in leaves(profile.program.output) if isinstance(leaf, Ref)}
+    modules = tuple(dict.fromkeys(node.target for node in nodes if node.kind == "module"))
+    parameters = tuple(dict.fromkeys(name for node in nodes for name in node.params()))
+    held = tuple(f"{module}." for module in modules)
     return StageCode(
         index=index,
         rows=stage.microbatch_size,
         nodes=nodes,
         layers=calls,
         inputs=tuple(name for name in profile.program.inputs if name in reads),
-        modules=tuple(dict.fromkeys(node.target for node in nodes if node.kind == "module")),
-        parameters=tuple(dict.fromkeys(name for node in nodes for name in node.params())),
+        modules=modules,
+        parameters=parameters,
+        updated_buffers=tuple(name for name in profile.updated_buffers if name in parameters or name.startswith(held)),
         receives=receives,
         sends=sends,
         is_last=is_last,

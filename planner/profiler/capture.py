@@ -66,6 +66,7 @@ class Capture:
     output: Any
     loss: Any
     tensors: dict[str, Tensor]
+    updated_buffers: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -280,6 +281,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         output=merged.output,
         loss=merged.loss,
         tensors=tensors,
+        updated_buffers=base.updated_buffers,
         notes=tuple(dict.fromkeys(notes)),
     )
 

@@ -17,6 +17,7 @@ from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding, WholeAt
 from planner.profiler import user_code as user
 from planner.profiler.blocks import select_calls
+from planner.profiler.buffers import update_notes
 from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.class_keys import ClassKeys
 from planner.profiler.classes import OpenedClass, open_class, shardings_of
@@ -138,6 +139,7 @@ def profile_model(
         ),
         edges=tuple(make_edges(program, segments, derived)),
         program=program,
+        updated_buffers=captured.updated_buffers,
         input_keys={variable: name for name, variable in input_names.items() if variable != name},
         target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),
         input_only_values=tuple(sorted(derived - set(program.inputs))),
@@ -150,6 +152,7 @@ def profile_model(
             *hint_notes(captured, ((item.segment.module, item.shardings) for item in classes)),
             *degree_notes(undivided for item in classes for undivided in item.whole),
             *loss_notes(captured),
+            *update_notes(captured.model, captured.updated_buffers),
             *noise_notes(costs),
             *pricer.notes,
         ),

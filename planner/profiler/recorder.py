@@ -23,11 +23,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from planner.errors import CaptureError
+from planner.profiler.buffers import Buffers
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, Run, seen_functions
 from planner.profiler.plain_tensors import plain_tensors, spelled_out
 from planner.profiler.torch_internals import unrecorded
 from planner.profiler.whole import CannotRunError, WholeRuns
-from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref
+from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref, leaves
 
 _THIS_FOLDER = str(Path(__file__).parent)
 
@@ -107,7 +108,8 @@ class Call:
 class Recording:
     """The calls of a forward, the values they made (by number) and the structure of the output and the loss.
 
-    `constants` are the values of the tensors that stood outside the model, each with the line that read it.
+    `constants` are the values of the tensors that stood outside the model, each with the line that read it,
+    `updated_buffers` the names of those that the forward changed.
     """
 
     inputs: dict[str, int]
@@ -118,6 +120,7 @@ class Recording:
     loss: Any
     tensors: dict[int, torch.Tensor]
     constants: tuple[tuple[str, Any], ...] = ()
+    updated_buffers: tuple[str, ...] = ()
 
 
 class ValueReadError(CaptureError):
@@ -155,6 +158,7 @@ class _Recorder(TorchFunctionMode):
         self.names = _names(model.named_modules(remove_duplicate=False))
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         self.params = _names([*tensors, *plain_tensors(model).items()])
+        self.buffers = Buffers(model)
         self.values: dict[int, int] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.frames: list[list[Call]] = [[]]
@@ -354,6 +358,7 @@ class _Recorder(TorchFunctionMode):
         self.empty_caches()
         try:
             result = self._run_module(original, module, call, args, kwargs)
+            self.write_buffers(name, module)
         finally:
             self.empty_caches()
             self.frames.pop()
@@ -386,12 +391,30 @@ class _Recorder(TorchFunctionMode):
                 message = f"{error.message}\n{call.target} can't be called whole: {reason}"
                 raise ValueReadError(message, hint=error.hint) from error
 
+    def write_buffers(self, name: str, module: nn.Module) -> None:
+        """Record that the buffers a module replaced take the new values in place."""
+        for inner_name, inner in module.named_modules(prefix=name) if self.in_leaf else [(name, module)]:
+            for old, new in self.buffers.restore(inner_name, inner, self.location()):
+                if not self.in_leaf:
+                    call = self.add("method", "copy_", (old, new), {})
+                    call.in_place, call.result = True, call.args[0]
+                    # as early as it can be: behind all that makes the new value or reads the old one
+                    frame, names = self.frames[-1], {ParamRef(name) for name in self.params[id(old)]}
+                    behind = [i for i, made in enumerate(frame) if _touches(made, names, call.args[1])]
+                    frame.insert(behind[-1] + 1 if behind else 0, call)
+
 
 def source_line(where: str) -> str:
     """Return the line of 'file:line' as a second line of an error's message; nothing where it can't be read."""
     path, _, number = where.rpartition(":")
     text = linecache.getline(path, int(number)).strip() if number.isdigit() else ""
     return f"\n    {text}" if text else ""
+
+
+def _touches(call: Call, old: set[ParamRef], new: Any) -> bool:
+    """Return whether a call reads or writes a buffer, by any of its names, or makes the value that replaces it."""
+    found = {leaf for leaf in leaves((call.args, call.kwargs, call.result)) if isinstance(leaf, ParamRef)}
+    return bool(found & old) or new in leaves(call.result) or any(_touches(inner, old, new) for inner in call.body)
 
 
 def _names(named: Iterable[tuple[str, Any]]) -> dict[int, list[str]]:
@@ -492,10 +515,13 @@ def record(
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
     with recorder.draws, _patched_module_call(recorder), seen_functions(recorder.call_function), recorder:
         output = model(*args, **kwargs)
+        for name, module in model.named_modules():
+            recorder.write_buffers(name, module)
         calls = recorder.frames[0]
         recorder.frames[0] = []
         structure = recorder.encode(output, defining=True)
         asked = {name: recorder.bind(tensor) for name, tensor in targets.items()}
         scalar = recorder.encode(loss(output), defining=True) if loss is not None else structure
+    updated = recorder.buffers.updated()
     constants = tuple((location, values) for location, _, values in recorder.constants)
-    return Recording(named, asked, calls, structure, recorder.frames[0], scalar, recorder.tensors, constants)
+    return Recording(named, asked, calls, structure, recorder.frames[0], scalar, recorder.tensors, constants, updated)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cluster import Cluster
+from planner.graph import shared_updates
 from planner.plan import SCHEDULES
 from planner.solver.arithmetic import arithmetic_conflict
 from planner.solver.branch import Span
@@ -44,6 +45,18 @@ def find_conflict(space: Space, problems: Problems) -> Conflict:
         if spans:
             least = (int(found), setting, spans)
     if least is None:
+        forbidden = shared_updates(space.pricer.profile)
+        if forbidden:
+            shared = next(iter(forbidden.values()))
+            layers = [space.pricer.profile.layers[index].name for index in shared.layers]
+            return Conflict(
+                constraint="buffers",
+                message=(
+                    f"no stages of consecutive layers satisfy the pins: layers {layers[0]!r} and {layers[-1]!r} read "
+                    f"buffer {shared.name!r}, which forward updates, so they must be on one stage"
+                ),
+                layers=tuple(layers),
+            )
         pins = ", ".join(f"{key}={value}" for key, value in (*space.request.pins, *space.request.exclusions))
         return Conflict(constraint="pins", message=f"no stages of consecutive layers satisfy {pins} together")
     peak, setting, spans = least

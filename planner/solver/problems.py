@@ -6,7 +6,7 @@ import numpy as np
 
 from planner.cost.communication import Route
 from planner.cost.states import StateRules
-from planner.graph import spine
+from planner.graph import shared_updates, spine
 from planner.plan import Origin, Plan, Stage
 from planner.schedule import num_in_flight
 from planner.solver.branch import Span
@@ -89,6 +89,7 @@ class Problems:
                 cut_ok[1:count] = False
                 cut_ok[list(pins.cuts)] = True
             cut_ok[list(exclusions.cuts or ())] = False
+            cut_ok[list(shared_updates(self.space.pricer.profile))] = False
             masks = []
             for s in range(pp):
                 mask = (a < b) & (a >= s) & (count - b >= pp - 1 - s) & cut_ok[a] & cut_ok[b]

@@ -11,6 +11,7 @@ Constraints have names, which an infeasible problem quotes:
     heads         tp_degree divides the heads of every block's attention
     node          tp_degree <= GPUs of a node
     warm-up       num_microbatches >= pp_degree for 1f1b, unless num_microbatches is pinned: fewer leave stages idle
+    buffers       layers that read a buffer that forward updates are on one stage
     pins          what people fixed or excluded
 """
 

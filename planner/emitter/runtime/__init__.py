@@ -8,6 +8,7 @@ FILES = (
     "checks",
     "communication",
     "tensor_parallel",
+    "buffers",
     "stage",
     "build",
     "data_parallel",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from planner.emitter.runtime.buffers import _note_updated, _renew_buffers, _Replay
 from planner.emitter.runtime.checks import PlanError
 from planner.emitter.runtime.communication import _Alias, _apply
 from planner.emitter.runtime.tensor_parallel import TensorParallel
@@ -84,11 +85,13 @@ class PlanStage(nn.Module):
     """A part of the model: the submodules `module_names`, and the tensors `parameter_names` that its own forward reads.
 
     Its forward takes the model's inputs `inputs` and the values it `receives` by name, and returns the tuple of values
-    it `sends`, the last stage the model's output. `units` are repeated layers whose parameters are gathered together.
+    it `sends`, the last stage the model's output. `updated_buffers` change in every forward. `units` are repeated
+    layers whose parameters are gathered together.
     """
 
     module_names: ClassVar[tuple[str, ...]] = ()
     parameter_names: ClassVar[tuple[str, ...]] = ()
+    updated_buffers: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[str, ...]] = ()
     receives: ClassVar[tuple[Value, ...]] = ()
     sends: ClassVar[tuple[Value, ...]] = ()
@@ -111,6 +114,9 @@ class PlanStage(nn.Module):
             else:
                 persistent = attribute not in owner._non_persistent_buffers_set
                 parent.register_buffer(attribute, owner._buffers[attribute], persistent=persistent)
+        _note_updated(self, self.updated_buffers)
+        if self.updated_buffers:
+            self.register_forward_pre_hook(lambda stage, args: _renew_buffers(stage) and None)
         # In-place operations are legal on what goes in and out, as in one process: registered before data parallelism
         # adds its own hooks around, because they return views, on which an in-place operation loses those hooks.
         self.register_forward_hook(lambda stage, args, output: _map_tensors(_own, output))
@@ -148,4 +154,6 @@ def layers(stage: nn.Module, prefix: str, start: int, stop: int) -> Iterator[nn.
 
 def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `function(*args, **kwargs)`, keeping none of its activations: backward computes them again."""
+    if isinstance(function, nn.Module) and any("_updated" in vars(module) for module in function.modules()):
+        function = _Replay(function)
     return checkpoint(function, *args, use_reentrant=False, **kwargs)

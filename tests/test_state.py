@@ -1,0 +1,93 @@
+"""Buffers that forward reads and updates: emitted, run, and equal to one process; or refused."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.emitter import emit
+from planner.errors import CaptureError, EmitError
+from planner.graph import shared_updates
+from planner.model_file import ModelFile
+from planner.model_profile import ModelProfile
+from planner.profiler.capture import capture
+from planner.runner.pool import WorkerPool
+from tests.strategies import make_cluster
+from tests.test_solver import ask, planned
+from tests.zoo.models import WIDTH
+from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, even_plan, profile_zoo
+from tests.zoo.state import NAMES
+
+ZOO = Path(__file__).parent / "zoo" / "state.py"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool() as pool:
+        yield pool
+
+
+@cache
+def profile_of(name: str) -> ModelProfile:
+    return profile_zoo(f"{ZOO}:build_{name}", f"inputs_{name}")
+
+
+# With replicas each has its own running values: that is another computation, which profile's notes tell.
+REPLICATED = {"tables", "normalized"}
+CELLS = [(name, id_) for name in NAMES[:-1] for id_ in LAYOUT_IDS if name in REPLICATED or id_ != "pp2 dp2"]
+
+
+@pytest.mark.parametrize(("name", "layout"), CELLS)
+def test_exact(name: str, layout: str, pool: WorkerPool, tmp_path: Path) -> None:
+    check_exact(profile_of(name), LAYOUTS[LAYOUT_IDS.index(layout)], pool, tmp_path)
+
+
+def test_what_forward_updates_is_known_and_told() -> None:
+    assert profile_of("tables").updated_buffers == ()
+    updated = profile_of("assigned").updated_buffers
+    assert updated[:2] == ("scale", "steps")
+    assert "blocks.2.seen" in updated
+    [note] = (note for note in profile_of("codebook").notes if "dp_degree" in note)
+    assert "'quantize.codebook' and 2 others" in note
+
+
+def test_a_buffer_of_two_stages_is_refused_and_not_planned() -> None:
+    profile = profile_of("shared")
+    with pytest.raises(EmitError) as caught:
+        emit(even_plan(profile, pp_degree=2), profile)
+    assert "updates buffer 'level', and layers 'stem' and 'head' read it, on stages 0 and 1" in caught.value.message
+    assert set(shared_updates(profile)) == {1, 2, 3, 4}
+    cluster = make_cluster(2)
+    assert planned(ask(profile, cluster, 4)).pp_degree == 1
+    conflict = ask(profile, cluster, 4, ("pp_degree", "2")).conflict
+    assert conflict is not None
+    assert conflict.constraint == "buffers"
+    assert "layers 'stem' and 'head' read buffer 'level', which forward updates" in conflict.message
+
+
+class Grows(nn.Module):
+    """Replaces a buffer by one of another shape, or by one that has a gradient."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.register_buffer("seen", torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.seen = torch.cat([self.seen, x.detach()]) if self.how == "shape" else x.mean(0, keepdim=True)
+        return x
+
+
+@pytest.mark.parametrize(("how", "message"), [("shape", "float32 of shape (3, 8)"), ("gradient", "has a gradient")])
+def test_a_buffer_that_can_not_be_kept_is_refused(how: str, message: str) -> None:
+    file = ModelFile(
+        path=Path(__file__), build=lambda: Grows(how), example_inputs=lambda rows: torch.randn(rows, WIDTH)
+    )
+    with pytest.raises(CaptureError) as caught:
+        capture(file)
+    assert "forward replaces buffer 'seen'" in caught.value.message
+    assert message in caught.value.message
