@@ -18,9 +18,13 @@ from planner.program import (
     DtypeName,
     Encoded,
     Identifier,
+    Node,
     PlainText,
     Program,
     QualifiedName,
+    Ref,
+    Tensor,
+    leaves,
 )
 from planner.records import (
     ByteCount,
@@ -236,6 +240,36 @@ class Edge(Record):
         return round(self.bytes_per_row * rows) + self.fixed_bytes
 
 
+class Count(Record):
+    """A value made from inputs and targets alone of which emitted code needs the whole step's: what a loss divides by.
+
+    `over` says what it gets in place of a microbatch's own: the sum over all microbatches of the step, or their mean.
+    """
+
+    value: Identifier
+    over: Literal["sum", "mean"]
+
+
+class Loss(Record):
+    """The loss as a program that continues the model's; the mean over microbatches of it is the whole batch's.
+
+    `nodes` are those of loss_fn, from what the model returns and `targets` (the structure of example_target) to
+    `value`; `tensors` describes their values. There are none where the user's own loss_fn does as it is.
+    `degree` is 1 where the recorded loss is a sum over rows, 0 for a mean. `coupled` names what makes the loss of a row
+    depend on other rows, so that microbatching changes it; `ignored` the inputs and targets that are labels, with the
+    value that leaves one out.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    value: Encoded = None
+    targets: Encoded = None
+    tensors: dict[Identifier, Tensor] = {}
+    counts: tuple[Count, ...] = ()
+    degree: int = 0
+    coupled: tuple[str, ...] = ()
+    ignored: dict[Identifier, int] = {}
+
+
 class Provenance(Record):
     """Where a profile comes from: measured on a CPU or CUDA `device`, or computed for the GPU type `gpu`."""
 
@@ -283,6 +317,7 @@ class ModelProfile(Record):
     target_dims: tuple[NonNegativeInt | None, ...] = ()
     input_only_values: tuple[Identifier, ...] = ()
     least_rows: PositiveInt = 1
+    loss: Loss | None = None
     notes: tuple[str, ...] = ()
 
     def model_post_init(self, context: Any) -> None:
@@ -308,6 +343,20 @@ class ModelProfile(Record):
                 raise ValueError(f"parameter {name!r} is tied to {parameter.tied_to!r}, which is not listed")
         _check_known(self.updated_buffers, self.parameters, "updated_buffers names")
         _check_known(self.input_only_values, self.program.tensors, "input_only_values names")
+        if self.loss is not None:
+            self._check_loss(self.loss)
+
+    def _check_loss(self, loss: Loss) -> None:
+        known = {*self.program.tensors, *loss.tensors}
+        _check_known((count.value for count in loss.counts), known, "the loss counts value")
+        made = {leaf.name for leaf in leaves((self.program.output, loss.targets)) if isinstance(leaf, Ref)}
+        made |= {count.value for count in loss.counts}
+        for node in loss.nodes:
+            _check_known(node.reads(), made, f"node {node.name!r} of the loss reads")
+            made.update(node.writes())
+        if loss.nodes:
+            _check_known(made, known, "nothing is known of the loss's value")
+            _check_known((leaf.name for leaf in leaves(loss.value) if isinstance(leaf, Ref)), made, "the loss is")
 
     def _check_layers(self) -> None:
         num_nodes = len(self.program.nodes)

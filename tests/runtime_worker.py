@@ -249,8 +249,9 @@ class Stage{index}(PlanStage):
                 "dp_degree": dp,
                 "microbatch_size": microbatch_size,
                 "gpus": list(range(index * gpus, (index + 1) * gpus)),
+                "layers": list(stage[0]),
             }
-            for index in range(len(stages))
+            for index, stage in enumerate(stages)
         ],
         "origin": {"model_hash": model_hash},
     }

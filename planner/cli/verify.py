@@ -40,6 +40,7 @@ def verify(
                 "loss_difference": report.loss_difference,
                 "max_gradient_difference": report.max_gradient_difference,
                 "worst_parameter": report.worst_parameter,
+                "whole_batch_difference": report.whole_batch_difference,
                 "not_proved": list(report.not_proved),
                 "notes": list(report.notes),
             }
@@ -54,8 +55,15 @@ def verify(
         write_table(verify_table(report))
     if not report.ok:
         wrong = [row.name for row in report.rows if not row.is_equal]
-        loss = f"only the loss differs, by {report.loss_difference:.1e} (at most {report.tolerance:g})"
-        what = f"worst: {report.worst_parameter}" if wrong else f"{loss}: every gradient is equal"
+        if wrong:
+            what = f"worst: {report.worst_parameter}"
+        elif report.loss_difference > report.tolerance:
+            what = (
+                f"only the loss differs, by {report.loss_difference:.1e} (at most {report.tolerance:g}): every gradient"
+            )
+            what += " is equal"
+        else:
+            what = f"its microbatches don't add up to the whole batch, by {report.whole_batch_difference or 0.0:.1e}"
         say(f"error: {plan} does not compute what one process computes; {what}")
         raise typer.Exit(FAILED)
 

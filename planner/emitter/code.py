@@ -6,21 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.emitter.expressions import Renderer, attribute_path, docstring_text, parameter_path, value_paths
+from planner.emitter.loss_code import Counting, counting_attributes, counting_methods
+from planner.emitter.rows import LOCALS, batch_expression, context_lines, local_name, name_tuple
 from planner.emitter.stages import LayerCall, StageCode, Transfer
 from planner.model_profile import LayerClass, Sharding
-from planner.program import (
-    MODEL_DTYPE,
-    BatchFloat,
-    BatchInt,
-    Device,
-    Dtype,
-    Node,
-    Program,
-    Ref,
-    Tensor,
-    leaves,
-    map_argument,
-)
+from planner.program import BatchFloat, BatchInt, Node, Program, Ref, Tensor, leaves, map_argument
 from planner.tp_rules import ENTERED, rewrite_node
 
 INDENT = "    "
@@ -34,14 +24,6 @@ class _Run:
     start: int
     stop: int
     nodes: tuple[Node, ...]
-
-
-_LOCALS = ("batch", "device", "dtype")
-
-
-def _local(name: str, taken: Iterable[str]) -> str:
-    """Return the name of a local variable that no argument has."""
-    return f"{name}_" if name in taken else name
 
 
 def python_name(name: str) -> str:
@@ -101,8 +83,8 @@ def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, n
             for inner, path in value_paths(value, parameter):
                 yield f"{INDENT}{inner} = {path}"
     given = {inner: body.tensors[inner] for inner in body.inputs}
-    batch, device, dtype = (_local(name, [*given, *(name for name, _ in signature)]) for name in _LOCALS)
-    yield from _context_lines(nodes, given, INDENT, batch, device, dtype)
+    batch, device, dtype = (local_name(name, [*given, *(name for name, _ in signature)]) for name in LOCALS)
+    yield from context_lines(nodes, given, INDENT, batch, device, dtype)
     renderer = Renderer(
         module=lambda target: attribute_path(target, "self"),
         parameter=lambda target: parameter_path(target, "self"),
@@ -143,45 +125,21 @@ def _live(body: Program) -> list[Node]:
     return kept[::-1]
 
 
-def _context_lines(
-    nodes: Iterable[Node], given: dict[str, Tensor], indent: str, batch: str, device: str, dtype: str
-) -> Iterator[str]:
-    """Yield the lines that set the rows, device and dtype from given values, where nodes use them."""
-    used = [leaf for node in nodes for leaf in leaves((node.args, node.kwargs))]
-    if any(isinstance(leaf, BatchInt | BatchFloat) for leaf in used):
-        yield f"{indent}{batch} = {batch_expression(given)}"
-    if any(isinstance(leaf, Device) for leaf in used):
-        yield f"{indent}{device} = {next(iter(given))}.device"
-    if any(leaf == Dtype(MODEL_DTYPE) for leaf in used):
-        floating = next((name for name, tensor in given.items() if tensor.follows_model_dtype), next(iter(given)))
-        yield f"{indent}{dtype} = {floating}.dtype"
-
-
-def batch_expression(given: dict[str, Tensor]) -> str:
-    """Return the number of rows, read off the first value that has them as a dimension of its own."""
-    for name, tensor in given.items():
-        for dim, size in enumerate(tensor.shape):
-            if size == BatchInt(1, 0):
-                return f"{name}.size({dim})"
-    for name, tensor in given.items():
-        for dim, size in enumerate(tensor.shape):
-            if isinstance(size, BatchInt) and size.constant == 0:
-                return f"{name}.size({dim}) // {size.per_row}"
-    raise ValueError("no value has a batch dimension")
-
-
 # -- stages ----------------------------------------------------------------------------------------------
 
 
-def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary: str) -> Iterator[str]:
-    """Yield the lines of a stage class."""
+def stage_code(
+    stage: StageCode, program: Program, tied: frozenset[str], summary: str, counting: Counting | None = None
+) -> Iterator[str]:
+    """Yield the lines of a stage class; `counting` is what it counts over a step, and its loss."""
     pad = INDENT
     yield f"class Stage{stage.index}(PlanStage):"
     yield f'{pad}"""{summary}"""'
     yield ""
     yield f"{pad}module_names = {_numbered(stage.modules)}"
-    if stage.parameters:
-        yield f"{pad}parameter_names = {name_tuple(stage.parameters)}"
+    parameters = tuple(dict.fromkeys([*stage.parameters, *(counting.parameters if counting else ())]))
+    if parameters:
+        yield f"{pad}parameter_names = {name_tuple(parameters)}"
     if stage.updated_buffers:
         yield f"{pad}updated_buffers = {name_tuple(stage.updated_buffers)}"
     yield f"{pad}inputs = {name_tuple(stage.inputs)}"
@@ -197,15 +155,17 @@ def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary
     divided = {call.module: tensor_parallel_name(call) for call in stage.layers if call.sharding is not None}
     if divided:
         yield f"{pad}tensor_parallel = {_numbered_dict(divided)}"
+    if counting is not None:
+        yield from counting_attributes(counting)
     yield ""
-    arguments = [*stage.inputs, *(transfer.name for transfer in stage.receives)]
+    arguments = [*stage.inputs, *(transfer.name for transfer in stage.receives), *stage.forward_counts]
     yield f"{pad}def forward(self, {', '.join(arguments)}):"
     given = {name: program.tensors[name] for name in arguments}
     recomputed = {call.module for call in stage.layers if call.recompute}
     lines, renamed = _stage_statements(stage, program, recomputed)
     arguments_read = [leaf for node in stage.nodes for leaf in leaves((node.args, node.kwargs))]
     if any(isinstance(leaf, BatchInt | BatchFloat) for leaf in arguments_read):
-        yield f"{pad * 2}{_local('batch', given)} = {batch_expression(given)}"
+        yield f"{pad * 2}{local_name('batch', given)} = {batch_expression(given)}"
     for line in lines:
         yield f"{pad * 2}{line}"
     renderer = _stage_renderer(arguments)
@@ -214,6 +174,8 @@ def stage_code(stage: StageCode, program: Program, tied: frozenset[str], summary
     else:
         names = [renamed.get(transfer.name, transfer.name) for transfer in stage.sends]
         yield f"{pad * 2}return {', '.join(names)}{',' if len(names) == 1 else ''}" if names else f"{pad * 2}return ()"
+    if counting is not None:
+        yield from counting_methods(counting)
 
 
 def _is_unit(call: LayerCall, tied: frozenset[str]) -> bool:
@@ -225,7 +187,7 @@ def _stage_renderer(arguments: Iterable[str]) -> Renderer:
     return Renderer(
         module=lambda name: attribute_path(name, "self"),
         parameter=lambda name: parameter_path(name, "self"),
-        batch=_local("batch", arguments),
+        batch=local_name("batch", arguments),
     )
 
 
@@ -235,6 +197,7 @@ def _stage_statements(stage: StageCode, program: Program, recomputed: set[str]) 
     renamed: dict[str, str] = {}
     taken = (
         {name for node in stage.nodes for name in (*node.reads(), *node.writes())}
+        | set(stage.forward_counts)
         | set(stage.inputs)
         | {"batch", "layer"}
     )
@@ -364,12 +327,6 @@ def input_value(name: str, tensor: Tensor, rows: int, key: str | None) -> str:
 
 def _tuple(items: Iterable[int]) -> str:
     listed = [str(item) for item in items]
-    return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
-
-
-def name_tuple(names: Iterable[str]) -> str:
-    """Return names as a tuple of texts."""
-    listed = [f'"{name}"' for name in names]
     return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
 
 

@@ -6,14 +6,17 @@ import importlib.resources
 import json
 import pprint
 from collections.abc import Iterator
+from typing import Any
 
 from planner.emitter.check import check_generated, check_header
-from planner.emitter.code import input_value, name_tuple, stage_code, tensor_parallel_code, tensor_parallel_name
+from planner.emitter.code import input_value, stage_code, tensor_parallel_code, tensor_parallel_name
 from planner.emitter.expressions import docstring_text
 from planner.emitter.layout import wrap_lines
+from planner.emitter.loss_code import stage_counting
+from planner.emitter.rows import name_tuple
 from planner.emitter.stages import StageCode, stage_codes
 from planner.graph import shared_storages
-from planner.model_profile import ModelProfile
+from planner.model_profile import Loss, ModelProfile
 from planner.plan import Plan
 from planner.units import counted, format_bytes, format_seconds
 
@@ -77,7 +80,8 @@ def _generated(
                 yield ""
                 yield ""
     for stage in stages:
-        yield from stage_code(stage, profile.program, tied, _stage_summary(plan, stage.index))
+        counting = stage_counting(stage, profile)
+        yield from stage_code(stage, profile.program, tied, _stage_summary(plan, stage.index), counting)
         yield ""
         yield ""
     names = [f"Stage{stage.index}" for stage in stages]
@@ -91,6 +95,13 @@ def _generated(
     yield ")"
     dims = profile.target_dims
     yield f"TARGET_DIMS = ({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"
+    if profile.loss is not None:
+        yield "# What `planner verify` should know of the loss: see the profile's notes."
+        yield f"LOSS = {_loss_literal(profile.loss)}"
+
+
+def _loss_literal(loss: Loss) -> dict[str, Any]:
+    return {"degree": loss.degree, "coupled": loss.coupled, "ignored": loss.ignored}
 
 
 def _stage_summary(plan: Plan, index: int) -> str:

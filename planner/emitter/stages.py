@@ -46,6 +46,7 @@ class StageCode:
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
     is_last: bool
+    forward_counts: tuple[str, ...] = ()
 
 
 def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
@@ -160,6 +161,8 @@ def _stage_code(
     needed = {transfer.name for transfer in sends}
     if is_last:
         needed |= {leaf.name for leaf in leaves(profile.program.output) if isinstance(leaf, Ref)}
+    counted = {count.value for count in profile.loss.counts} if profile.loss is not None else set()
+    given: set[str] = set()  # counts, which forward gets for the whole step
     kept: list[Node] = []
     for position in reversed(range(len(profile.program.nodes))):
         node = profile.program.nodes[position]
@@ -170,10 +173,11 @@ def _stage_code(
         lasting = own and (node.in_place or node.kind in ("setitem", "module"))
         if lasting or any(name in needed for name in node.writes()):
             kept.append(node)
-            needed.update(node.reads())
+            given.update(name for name in node.reads() if name in counted)
+            needed.update(name for name in node.reads() if name not in counted)
     nodes = tuple(reversed(kept))
     made = {name for node in nodes for name in node.writes()}
-    known = {transfer.name for transfer in receives} | set(profile.program.inputs)
+    known = {transfer.name for transfer in receives} | set(profile.program.inputs) | given
     missing = next((name for node in nodes for name in node.reads() if name not in made | known), None)
     if missing is not None:
         raise EmitError(
@@ -199,6 +203,9 @@ def _stage_code(
         receives=receives,
         sends=sends,
         is_last=is_last,
+        forward_counts=tuple(count.value for count in profile.loss.counts if count.value in given)
+        if profile.loss is not None
+        else (),
     )
 
 

@@ -50,10 +50,13 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
     return (type(module), shapes)
 
 
-def select_calls(model: nn.Module, calls: Iterable[Call], chosen: tuple[str, ...] = ()) -> list[Call]:
+def select_calls(
+    model: nn.Module, calls: Iterable[Call], chosen: tuple[str, ...] = (), opened: frozenset[str] = frozenset()
+) -> list[Call]:
     """Return the calls of a forward with every composite module that exposes cuts replaced by its own calls.
 
     `chosen` names containers whose members are the blocks, as in `--blocks model.layers`; else `find_blocks` tells.
+    The modules `opened` are replaced by their calls in any case.
     """
     modules = dict(model.named_modules())
     if chosen:
@@ -71,14 +74,17 @@ def select_calls(model: nn.Module, calls: Iterable[Call], chosen: tuple[str, ...
         blocks = frozenset(f"{name}.{child}" for name in chosen for child, _ in modules[name].named_children())
     else:
         blocks = find_blocks(model)
-    return list(_select(list(calls), modules, blocks))
+    return list(_select(list(calls), modules, blocks, opened))
 
 
-def _select(calls: list[Call], modules: dict[str, nn.Module], blocks: frozenset[str]) -> Iterable[Call]:
+def _select(
+    calls: list[Call], modules: dict[str, nn.Module], blocks: frozenset[str], opened: frozenset[str]
+) -> Iterable[Call]:
     for call in calls:
         opens = call.kind == "module" and not call.leaf and _opens(call, modules[call.target], blocks)
-        if opens or (call.kind == "module" and reads_beside(call)):
-            yield from _select(call.body, modules, blocks)
+        asked = call.kind == "module" and call.target in opened and bool(call.body)
+        if opens or asked or (call.kind == "module" and reads_beside(call)):
+            yield from _select(call.body, modules, blocks, opened)
         else:
             yield call
 

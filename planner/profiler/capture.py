@@ -81,28 +81,30 @@ def input_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Return the tensors among a model's arguments by the names of its parameters; nested ones get an index."""
     names = list(inspect.signature(model.forward).parameters)
     named = {(names[i] if i < len(names) else f"input_{i}"): value for i, value in enumerate(args)} | kwargs
-    return dict(_tensors(named))
+    return dict(named_tensors(named))
 
 
-def _tensors(named: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(named: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of named structures by name; nested ones get an index or key."""
     for name, value in named.items():
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, tuple | list):
-            yield from _tensors({f"{name}_{index}": item for index, item in enumerate(value)})
+            yield from named_tensors({f"{name}_{index}": item for index, item in enumerate(value)})
         elif isinstance(value, dict):
-            yield from _tensors({f"{name}_{key}": item for key, item in value.items()})
+            yield from named_tensors({f"{name}_{key}": item for key, item in value.items()})
 
 
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a structure of tuples, lists and dicts with every tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, change) for item in value))
+        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(_map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     return value
 
 
@@ -142,12 +144,12 @@ def _record(
             originals[id(made)] = tensor
             return made
 
-        args, kwargs = split_arguments(_map_tensors(user.example_inputs(file, rows), fake))
-        target = _map_tensors(user.example_target(file, rows), fake)
+        args, kwargs = split_arguments(map_tensors(user.example_inputs(file, rows), fake))
+        target = map_tensors(user.example_target(file, rows), fake)
         loss = user.loss(file, target)
         with mode, quiet_fake_tensors():
             named = input_tensors(meta, args, kwargs)
-            targets = dict(_tensors({"target": target}))
+            targets = dict(named_tensors({"target": target}))
             whole = WholeRuns(originals, _containers_of_blocks(meta))
             return record(meta, args, kwargs, named, targets, loss, whole, empty_caches=empty_caches)
     except PlannerError:

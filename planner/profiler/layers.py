@@ -146,6 +146,8 @@ def _relative(name: str, module: str) -> str:
 
 
 def _base_name(call: Call) -> str:
+    if call.name:
+        return call.name
     if call.kind == "module":
         parts = [part for part in call.target.split(".") if not part.isdigit()]
         digits = re.findall(r"\.(\d+)$", call.target)

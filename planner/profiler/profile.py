@@ -16,9 +16,8 @@ from planner.errors import ProfileError, UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding, WholeAt
 from planner.profiler import user_code as user
-from planner.profiler.blocks import select_calls
 from planner.profiler.buffers import update_notes
-from planner.profiler.capture import Capture, capture, input_tensors
+from planner.profiler.capture import Capture, capture, input_tensors, named_tensors
 from planner.profiler.class_keys import ClassKeys
 from planner.profiler.classes import OpenedClass, open_class, shardings_of
 from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
@@ -35,6 +34,7 @@ from planner.profiler.layers import (
     make_layers,
     variable_names,
 )
+from planner.profiler.loss_record import coupling_notes, loss_record, read_loss, target_variables
 from planner.profiler.modules import ModuleSource
 from planner.profiler.notes import batch_norm_notes, degree_notes, hint_notes, loss_notes, noise_notes, whole_notes
 from planner.profiler.plain_tensors import plain_tensors
@@ -97,12 +97,14 @@ def profile_model(
     file = shrink_model_file(load_model_file(model_spec, inputs=inputs), shrink)
     target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if gpu_type or device_name == "cuda" else None
     captured = capture(file, dtype=target_dtype)
-    calls = select_calls(captured.model, captured.calls, blocks)
+    captured, calls, meaning = read_loss(captured, blocks)
     input_names = variable_names(captured.inputs)
     named = {str(number): input_names[name] for name, number in captured.inputs.items()}
     program = build_program(calls, named, captured.output, captured.tensors)
-    targets = {str(number): name for name, number in captured.targets.items()}
+    target_names = target_variables(captured, input_names.values())
+    targets = {str(number): target_names[name] for name, number in captured.targets.items()}
     with_loss = build_program([*calls, *captured.loss_calls], named | targets, captured.loss, captured.tensors)
+    loss = loss_record(file, captured, meaning, calls, with_loss, target_names)
     whole = called_whole(captured.calls)
     derived = input_only_values(program, captured.model, whole)
     segments = divide(program, captured.model, derived)
@@ -143,6 +145,7 @@ def profile_model(
         input_keys={variable: name for name, variable in input_names.items() if variable != name},
         target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),
         input_only_values=tuple(sorted(derived - set(program.inputs))),
+        loss=loss,
         least_rows=pricer.least_rows,
         notes=(
             *file.notes,
@@ -153,6 +156,7 @@ def profile_model(
             *degree_notes(undivided for item in classes for undivided in item.whole),
             *loss_notes(captured),
             *update_notes(captured.model, captured.updated_buffers),
+            *coupling_notes(loss),
             *noise_notes(costs),
             *pricer.notes,
         ),
@@ -295,7 +299,9 @@ class _Pricer:
         variables = variable_names(given)
         tensors = {variables[name]: tensor for name, tensor in given.items()}
         if self._captured.targets:
-            tensors |= input_tensors(nn.Module(), (), {"target": user.example_target(self._file, rows)})
+            listed = named_tensors({"target": user.example_target(self._file, rows)})
+            names = target_variables(self._captured, variables.values())
+            tensors |= {names[name]: tensor for name, tensor in listed}
         values = {name: self._place(tensor) for name, tensor in tensors.items()}
         target = Target(rows, self._device, self.dtype)
         with self._fake_mode or nullcontext():

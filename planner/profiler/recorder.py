@@ -26,7 +26,7 @@ from planner.errors import CaptureError
 from planner.profiler.buffers import Buffers
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, Run, seen_functions
 from planner.profiler.plain_tensors import plain_tensors, spelled_out
-from planner.profiler.torch_internals import unrecorded
+from planner.profiler.torch_internals import LOSS_MODULE, unrecorded
 from planner.profiler.whole import CannotRunError, WholeRuns
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref, leaves
 
@@ -102,6 +102,7 @@ class Call:
     opaque: str = ""
     random: bool = False
     body: list["Call"] = field(default_factory=list)
+    name: str = ""  # what to call its result, where that says more than the target
 
 
 @dataclass
@@ -347,7 +348,7 @@ class _Recorder(TorchFunctionMode):
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call, recording it; inside a leaf nothing is recorded."""
         name = self._name_here(self.names.get(id(module), [""]))
-        if self.in_leaf or not name:
+        if self.in_leaf or not name or isinstance(module, LOSS_MODULE):  # a loss is seen as the function it calls
             return original(module, *args, **kwargs)
         call = self.add("module", name, args, kwargs)
         call.leaf = is_leaf(module)

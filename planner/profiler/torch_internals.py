@@ -10,14 +10,27 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from planner.errors import UsageError
 
-__all__ = ["FakeTensor", "FakeTensorMode", "check_torch", "quiet_fake_tensors", "unrecorded", "unset_fake_temporarily"]
+__all__ = [
+    "BATCH_NORM",
+    "LOSS_MODULE",
+    "FakeTensor",
+    "FakeTensorMode",
+    "check_torch",
+    "quiet_fake_tensors",
+    "unrecorded",
+    "unset_fake_temporarily",
+]
 
 TESTED_TORCH = "2.13"
+
+LOSS_MODULE = nn.modules.loss._Loss  # what torch's own losses derive from
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 def check_torch() -> None:

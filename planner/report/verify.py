@@ -37,7 +37,8 @@ def verify_table(report: "VerifyReport", *, num_rows: int = SHOWN_ROWS) -> Group
             row.verdict,
             style=None if row.is_equal else "bold red",
         )
-    if report.ok:
+    whole = report.whole_batch_difference
+    if not wrong:
         worst = report.rows[0]
         verdict = (
             f"equal to one process: all {counted(len(report.rows), 'parameter')} within {report.tolerance:g}, the "
@@ -45,6 +46,13 @@ def verify_table(report: "VerifyReport", *, num_rows: int = SHOWN_ROWS) -> Group
         )
     else:
         verdict = f"NOT equal to one process: {len(wrong)} of {len(report.rows)} parameters differ"
+    if whole is not None and whole > report.tolerance and not report.coupled:
+        verdict += (
+            f"\nNOT equal to one process on the whole batch: it differs by {whole:.1e}, and nothing that was recorded "
+            "of the model explains why microbatches would change the loss"
+        )
+    elif whole is not None and whole <= report.tolerance:
+        verdict += f"; equal to one process on the whole batch within {whole:.1e}"
     processes = counted(report.num_processes, "process", "processes")
     lines = [
         f"{report.plan_summary}, on {processes}, two optimizer steps in float64",

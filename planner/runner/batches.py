@@ -2,8 +2,9 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,20 @@ class Batch:
         return dict(zip(_positional_names(model), self.args, strict=False)) | self.kwargs
 
 
-def make_batches(model_file: ModelFile, model: nn.Module, num_rows: int, num_steps: int) -> list[Batch]:
-    """Return a batch for each step, in float64: no two alike where the values may vary."""
+def make_batches(
+    model_file: ModelFile,
+    model: nn.Module,
+    num_rows: int,
+    num_steps: int,
+    *,
+    ignored: Mapping[str, int] | None = None,
+    padded: bool = True,
+) -> list[Batch]:
+    """Return a batch for each step, in float64: no two alike where the values may vary.
+
+    `ignored` maps inputs and targets that are labels to the value that leaves one out: some are left out, in every row
+    another part. Without `padded` masks stay as they are, too.
+    """
     draws = [_draw(model_file, num_rows, DATA_SEED + step) for step in range(num_steps)]
     longer = list(_leaves(_draw(model_file, num_rows + 1, DATA_SEED)))
     batches = []
@@ -64,24 +77,27 @@ def make_batches(model_file: ModelFile, model: nn.Module, num_rows: int, num_ste
                 f"{model_file.inputs_function} returns another number of tensors at another call",
                 hint="return the same arguments for every batch size",
             )
-        changed: dict[int, Tensor] = {}  # a tensor given twice (ids that are labels too) stays one
+        changed: list[Tensor] = []
+        known: dict[tuple[int, bool], Tensor] = {}  # a tensor given twice stays one, unless it is ids and labels
+        sources = list(_source_names(draw, model))
         batch_dims = []
-        for (name, leaf), other, long in zip(leaves.items(), others, longer, strict=True):
+        for (name, leaf), source, other, long in zip(leaves.items(), sources, others, longer, strict=True):
             sizes = zip(leaf.shape, long.shape, strict=False)
             rows_dim = next((dim for dim, pair in enumerate(sizes) if pair == (num_rows, num_rows + 1)), None)
-            if id(leaf) not in changed:
+            key = (id(leaf), source in (ignored or {}))
+            if key not in known:
                 new = leaf
                 if num_steps > 1 and leaf.shape == other.shape and torch.equal(leaf, other):
                     new = _vary(leaf, generator, rows_dim or 0)
-                if rows_dim is not None and _MASK.search(name):
+                if key[1] and rows_dim is not None:
+                    new = _leave_out(new, (ignored or {})[source], rows_dim, generator)
+                elif padded and rows_dim is not None and _MASK.search(name):
                     new = _pad(new) if rows_dim == 0 else _pad(new.transpose(0, rows_dim)).transpose(0, rows_dim)
-                changed[id(leaf)] = new.double() if new.is_floating_point() else new.clone()
+                known[key] = new.double() if new.is_floating_point() else new.clone()
+            changed.append(known[key])
             batch_dims.append(rows_dim)
 
-        def replaced(tensor: Tensor, changed: dict[int, Tensor] = changed) -> Tensor:
-            return changed[id(tensor)]
-
-        args, kwargs, target = _map(replaced, draw)
+        args, kwargs, target = _map(partial(_next_of, iter(changed)), draw)
         batches.append(Batch(args=args, kwargs=kwargs, target=target, num_rows=num_rows, batch_dims=tuple(batch_dims)))
     return batches
 
@@ -117,6 +133,42 @@ def _pad(mask: Tensor) -> Tensor:
     for row in range(min(1, rows - 1), rows, 2):
         padded[row, length - 1 - row % (length // 2) :] = 1 - int(mask[0, 0])
     return padded
+
+
+def _next_of(tensors: Iterator[Tensor], _: Tensor) -> Tensor:
+    return next(tensors)
+
+
+_PARTS = (0.0, 0.3, 0.6, 0.85)  # of a row's labels that are left out, row by row in turn
+
+
+def _leave_out(labels: Tensor, index: int, rows_dim: int, generator: torch.Generator) -> Tensor:
+    """Return labels some of which are `index`, the value that a loss ignores: of every row another part."""
+    rows = labels.clone().movedim(rows_dim, 0)
+    if rows.is_floating_point() or rows.numel() < 2:
+        return labels
+    for row in range(rows.shape[0]):
+        chosen = torch.rand(rows[row].shape, generator=generator) < _PARTS[row % len(_PARTS)]
+        rows[row] = torch.where(chosen, torch.full_like(rows[row], index), rows[row])
+    return rows.movedim(0, rows_dim)
+
+
+def _source_names(draw: tuple[Any, ...], model: nn.Module) -> Iterator[str]:
+    """Yield for each leaf, in order, the name that a profile has for it: nested ones get an index or key."""
+    args, kwargs, target = draw
+    names = _positional_names(model)
+    positional = {(names[i] if i < len(names) else f"input_{i}"): value for i, value in enumerate(args)}
+
+    def nested(name: str, value: Any) -> Iterator[str]:
+        if isinstance(value, Tensor):
+            yield name
+        elif isinstance(value, tuple | list | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in items:
+                yield from nested(f"{name}_{key}", item)
+
+    for name, value in [*positional.items(), *kwargs.items(), ("target", target)]:
+        yield from nested(name, value)
 
 
 def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:

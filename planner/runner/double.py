@@ -1,5 +1,6 @@
 """A model made fit for an exact comparison: float64 throughout, dropout off, no gradient zero by initialisation."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -48,6 +49,14 @@ _DROPOUTS: dict[Any, tuple[int, str]] = {  # function: position and name of its 
 }
 
 
+# Functions of losses, which may take weights of classes that loss_fn holds in float32.
+_LOSSES = {
+    function
+    for function in vars(F).values()
+    if inspect.isfunction(function) and "reduction" in inspect.signature(function).parameters
+}
+
+
 class ExactMode(TorchFunctionMode):
     """Makes casts to lower precision casts to float64, and every dropout probability zero, whoever wrote them.
 
@@ -65,6 +74,9 @@ class ExactMode(TorchFunctionMode):
     ) -> Any:
         """Return what `func` gives with its arguments changed."""
         given = dict(kwargs or {})
+        if func in _LOSSES:
+            args = tuple(_double(value) for value in args)
+            given = {name: _double(value) for name, value in given.items()}
         if func in _CASTS:
             return torch.Tensor.double(args[0])
         if func in _DROPOUTS:
@@ -88,6 +100,11 @@ def _drops(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any
     probability = args[position] if len(args) > position else given.get(name, 0.0)
     training = args[2] if func is not F.scaled_dot_product_attention and len(args) > 2 else True
     return bool(probability) and bool(given.get("training", given.get("train", training)))
+
+
+def _double(value: Any) -> Any:
+    narrow = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    return torch.Tensor.double(value) if narrow else value
 
 
 def _widen(value: Any) -> Any:

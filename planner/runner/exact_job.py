@@ -28,6 +28,19 @@ class Reference:
 
     notes: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
+    coupled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How far a plan's two steps are from one process; `whole_batch_difference` from one that takes the batch at once.
+
+    That is the largest difference of the loss and of a gradient (relative), None where it was not computed.
+    """
+
+    loss_difference: float
+    comparisons: "list[Comparison]"
+    whole_batch_difference: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,13 @@
 dropout off; the one process uses the same microbatches; for every parameter norm(g - g_one) / norm(g_one) <= TOLERANCE.
 """
 
-import copy
 import hashlib
 import importlib.util
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,16 +20,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.errors import VerifyError
+from planner.errors import PlannerError, VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
 from planner.runner.batches import Batch, make_batches
 from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
 from planner.runner.draws import MatchedDraws
-from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Reference
+from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Outcome, Reference
 from planner.runner.rank import RankContext
 from planner.runner.stand_in import NOT_PROVED, own_loss, with_loss
+from planner.runner.whole_batch import (
+    PlanLoss,
+    activation_bytes,
+    fits,
+    kept_buffers,
+    read_plan_loss,
+    whole_batch_gradients,
+)
 from planner.shrink import Shrink, shrink_model_file
-from planner.units import counted
+from planner.units import counted, format_bytes
 
 NUM_STEPS = 2
 LEARNING_RATE = 1e-3
@@ -61,45 +69,62 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     """Write the data, the parameters and each step's gradients of one process to a file; return what to tell of it."""
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
     has_loss, model_file = model_file.loss_fn is not None, with_loss(model_file)
-    notes, not_proved = [], []
+    notes: list[str] = []
+    not_proved: list[str] = []
+    told = read_plan_loss(job.plan_path)
+    count = job.global_batch_size // job.microbatch_size
     with exact_arithmetic() as mode, ExitStack() as stack:
         model, dropped = build_exact(model_file)
-        batches = make_batches(model_file, model, job.global_batch_size, NUM_STEPS)
+        batches = _batches(model, model_file, job, told, not_proved)
         is_random = not _is_repeatable(model, model_file, batches[0], job.microbatch_size)
         if is_random:
             stack.enter_context(MatchedDraws())  # type: ignore[no-untyped-call]
             _check_repeatable(model, model_file, batches[0], job.microbatch_size)
+            told = replace(told, coupled=(*told.coupled, "random numbers, which are others for other numbers of rows"))
         if not has_loss and own_loss(_output_without_gradients(model, batches[0], job.microbatch_size)) is None:
             not_proved.append(NOT_PROVED)
-        whole = _loss_without_gradients(model, model_file, batches[0], job.global_batch_size)
+
+        def loss_of(batch: Batch, rows: int) -> Tensor:
+            args, kwargs, target = next(batch.microbatches(rows))
+            return _loss(model(*args, **kwargs), model_file, target)
+
+        kept = activation_bytes(model, lambda: loss_of(batches[0], job.microbatch_size)) * count
+        at_once = fits(kept)
+        if not at_once:
+            not_proved.append(f"the whole batch at once in one process: it keeps {format_bytes(kept)} for backward")
+        # What microbatches must add up to is the whole batch, but where rows depend on one another or memory is short.
+        adds_up = (told.counts or told.degree) and not told.coupled and at_once
         saved: dict[str, Any] = {
             "batches": batches,
             "parameters": {name: tensor.detach().clone() for name, tensor in model.named_parameters()},
             "steps": [],
+            "whole": [],
             "is_random": is_random,
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
         for step, batch in enumerate(batches):
             context.report(f"one process, step {step + 1} of {NUM_STEPS}")
-            loss = _train_step(model, model_file, batch, job.microbatch_size)
+            whole = None
+            if at_once:
+                whole = whole_batch_gradients(model, partial(loss_of, batch, job.global_batch_size))
+                _check_finite(whole[0])
+            if adds_up and whole is not None:
+                loss = whole[0]
+                for name, parameter in model.named_parameters():
+                    given = whole[1][name]
+                    parameter.grad = None if given is None else given.clone()
+            else:
+                loss = _train_step(model, model_file, batch, job.microbatch_size, count if told.degree else 1)
+                if step == 0 and whole is not None and not told.degree:
+                    _check_mean(whole[0], loss, job)
             gradients = {
                 name: None if parameter.grad is None else parameter.grad.clone()
                 for name, parameter in model.named_parameters()
             }
             saved["steps"].append((loss, gradients))
+            saved["whole"].append(whole)
             optimizer.step()
             optimizer.zero_grad()
-            if step == 0:
-                _check_mean(whole, loss, job)
-            if step == 0 and abs(whole - loss) > 1e-9 * max(1.0, abs(loss)):
-                rows = counted(job.microbatch_size, "row")
-                notes.append(
-                    f"microbatches of {rows} change the loss itself, from {whole:.6g} for the whole batch to "
-                    f"{loss:.6g}: the plan is judged against one process with the same microbatches"
-                )
-                not_proved.append(
-                    f"the loss of the whole batch: microbatches of {rows} change it from {whole:.6g} to {loss:.6g}"
-                )
     if not any(g is not None and bool(g.any()) for g in saved["steps"][0][1].values()):
         raise VerifyError(
             "no parameter of one process has a gradient: there is nothing to compare",
@@ -112,11 +137,34 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     if is_random:
         notes.append("random numbers were matched: every process drew the same, in every microbatch and step")
         not_proved.append("random numbers that differ from draw to draw")
-    return Reference(notes=tuple(notes), not_proved=tuple(not_proved))
+    return Reference(notes=tuple(notes), not_proved=tuple(not_proved), coupled=told.coupled)
 
 
-def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Comparison]] | None:
-    """Return, on rank 0, the largest difference of the loss and the comparison of every parameter; None elsewhere."""
+def _batches(
+    model: nn.Module, model_file: ModelFile, job: ExactJob, told: PlanLoss, not_proved: list[str]
+) -> list[Batch]:
+    """Return each step's data, with labels left out where the loss ignores some, and masks padded.
+
+    Where rows depend on one another, a loss that counts is compared on data in which every microbatch counts the same.
+    """
+    uneven = not (told.coupled and told.counts)
+    for ignored in (told.ignored if uneven else {}, {}):
+        batches = make_batches(model_file, model, job.global_batch_size, NUM_STEPS, ignored=ignored, padded=uneven)
+        try:
+            _loss_without_gradients(model, model_file, batches[0], job.microbatch_size)
+        except (IndexError, RuntimeError, PlannerError):
+            if not ignored:
+                raise
+            not_proved.append(f"labels left out ({', '.join(ignored)}): the model does not run with them")
+            continue
+        break
+    if not uneven:
+        not_proved.append("microbatches that count differently (padding), beside a loss in which rows depend on others")
+    return batches
+
+
+def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
+    """Return, on rank 0, how far the plan is from one process; None elsewhere."""
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
     model_file = with_loss(model_file)
     plan = import_plan(job.plan_path)
@@ -143,6 +191,7 @@ def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Compariso
     _compare(worst, runtime.full_parameters(), reference["parameters"], 0, _compare_initial, unread)
     optimizer = torch.optim.AdamW(runtime.parameters(), lr=LEARNING_RATE, foreach=True)
     loss_difference = 0.0
+    whole_difference: float | None = None
     for step, batch in enumerate(batches):
         if context.rank == 0:
             context.report(f"the plan on {context.num_processes} processes, step {step + 1} of {NUM_STEPS}")
@@ -152,10 +201,18 @@ def run_plan(context: RankContext, job: ExactJob) -> tuple[float, list[Compariso
         loss_difference = max(loss_difference, abs(loss - loss_one))
         floor = ZERO_FRACTION * max((float(g.norm()) for g in gradients_one.values() if g is not None), default=0.0)
         gradients = runtime.full_gradients()
-        _compare(worst, gradients, gradients_one, step + 1, partial(compare_gradient, floor=floor))
+        compare = partial(compare_gradient, floor=floor)
+        _compare(worst, gradients, gradients_one, step + 1, compare)
+        if gradients is not None and (whole := reference["whole"][step]) is not None:
+            differences = [compare(gradients.get(name), one)[0] for name, one in whole[1].items() if one is not None]
+            whole_difference = max(whole_difference or 0.0, abs(loss - whole[0]), *differences)
         optimizer.step()
         runtime.zero_grad()
-    return (loss_difference, list(worst.values())) if context.rank == 0 else None
+    if context.rank != 0:
+        return None
+    return Outcome(
+        loss_difference=loss_difference, comparisons=list(worst.values()), whole_batch_difference=whole_difference
+    )
 
 
 def import_plan(path: Path) -> ModuleType:
@@ -173,8 +230,10 @@ def import_plan(path: Path) -> ModuleType:
 def compare_gradient(gradient: Tensor | None, one: Tensor | None, floor: float) -> tuple[float, float, str]:
     """Return norm(g - g_one) / norm(g_one), norm(g_one), and 'equal' or what is wrong; `floor` stands in for zero."""
     if one is None:
-        if gradient is None or not bool(gradient.any()):
+        if gradient is None:
             return 0.0, 0.0, "equal"
+        if not bool(gradient.any()):  # an optimizer leaves a parameter without gradient alone, and decays this one
+            return 0.0, 0.0, "zero, not none"
         return float(gradient.double().norm()) / max(floor, sys.float_info.min), 0.0, "unexpected"
     norm = float(one.norm())
     if gradient is None:
@@ -232,9 +291,9 @@ def _compare(
             )
 
 
-def _train_step(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> float:
-    """Return the mean loss over the microbatches, with gradients accumulated in the model."""
-    num_microbatches, total = batch.num_rows // rows, 0.0
+def _train_step(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int, scale: int = 1) -> float:
+    """Return `scale` times the mean loss over the microbatches, with gradients accumulated in the model."""
+    num_microbatches, total = batch.num_rows // rows / scale, 0.0
     for args, kwargs, target in batch.microbatches(rows):
         loss = _loss(model(*args, **kwargs), model_file, target) / num_microbatches
         _check_finite(float(loss))
@@ -262,14 +321,9 @@ def _loss_without_gradients(model: nn.Module, model_file: ModelFile, batch: Batc
 
 def _output_without_gradients(model: nn.Module, batch: Batch, rows: int) -> Any:
     """Return the output for the first `rows` rows; buffers that the forward changes are put back."""
-    buffers = copy.deepcopy(dict(model.named_buffers()))
-    with torch.no_grad():
+    with torch.no_grad(), kept_buffers(model):
         args, kwargs, _ = next(batch.microbatches(rows))
-        output = model(*args, **kwargs)
-        for name, buffer in model.named_buffers():
-            if name in buffers and buffer.shape == buffers[name].shape:
-                buffer.copy_(buffers[name])
-    return output
+        return model(*args, **kwargs)
 
 
 def _check_finite(loss: float) -> None:

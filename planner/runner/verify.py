@@ -9,7 +9,7 @@ from pathlib import Path
 from planner.errors import VerifyError
 from planner.plan import Plan, greatest_common_rows, read_plan
 from planner.records import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
-from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, ExactJob, Reference
+from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, ExactJob, Outcome, Reference
 from planner.runner.pool import WorkerPool
 from planner.runner.subject import (
     MakeTwin,
@@ -31,8 +31,8 @@ class ParameterRow(Record):
     """One parameter, at the step where it differs most: norm(g - g_one) / norm(g_one), and what that means.
 
     `verdict` is 'equal', 'unused' (no gradient in one process, and not in the plan: as good as equal), 'differs',
-    'missing', 'unexpected' (a gradient where one process has none), 'starts otherwise' (the value after setup),
-    'not set up', 'not finite', or the wrong shape. `step` is 0 for the value after setup.
+    'missing', 'unexpected' or 'zero, not none' (a gradient where one process has none), 'starts otherwise' (the value
+    after setup), 'not set up', 'not finite', or the wrong shape. `step` is 0 for the value after setup.
     """
 
     name: str
@@ -49,12 +49,18 @@ class ParameterRow(Record):
 
 
 class VerifyReport(Record):
-    """What `verify` found; `rows` are sorted worst first, `loss_difference` is absolute, the larger of two steps."""
+    """What `verify` found; `rows` are sorted worst first, `loss_difference` is absolute, the larger of two steps.
+
+    `whole_batch_difference` is the largest difference, of the loss or relative of a gradient, from one process that
+    takes the whole batch at once; None where that did not fit here. `coupled` says what explains one.
+    """
 
     ok: bool
     loss_difference: NonNegativeFloat
     max_gradient_difference: NonNegativeFloat
     worst_parameter: str
+    whole_batch_difference: NonNegativeFloat | None = None
+    coupled: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     rows: tuple[ParameterRow, ...]
@@ -151,7 +157,8 @@ def verify(
             timeout_s=left(),
             on_progress=lambda _, text: tell(text, 4),
         )
-    loss_difference, comparisons = results[0]
+    outcome: Outcome = results[0]
+    loss_difference, whole = outcome.loss_difference, outcome.whole_batch_difference
     rows = tuple(
         ParameterRow(
             name=item.name,
@@ -161,7 +168,9 @@ def verify(
             step=item.step,
             verdict=item.verdict,
         )
-        for item in sorted(comparisons, key=lambda item: (item.verdict in EQUAL_VERDICTS, -item.difference, item.name))
+        for item in sorted(
+            outcome.comparisons, key=lambda item: (item.verdict in EQUAL_VERDICTS, -item.difference, item.name)
+        )
     )
     tell("done", _NUM_PHASES)
     notes = list(one.notes)
@@ -170,11 +179,19 @@ def verify(
         notes.append(f"{counted(len(unused), 'parameter')} that nothing reads, not in the plan: {example}")
     if subject.plan.precision != "fp32":
         notes.append(f"the plan's precision is {subject.plan.precision}; it was compared in float64")
+    adds_up = whole is None or whole <= TOLERANCE
+    if not adds_up and one.coupled:
+        notes.append(
+            f"microbatches change this loss: one process on the whole batch differs by {whole:.1e}, because of "
+            + "; ".join(one.coupled)
+        )
     return VerifyReport(
-        ok=loss_difference <= TOLERANCE and all(row.is_equal for row in rows),
+        ok=loss_difference <= TOLERANCE and all(row.is_equal for row in rows) and (adds_up or bool(one.coupled)),
         loss_difference=loss_difference,
         max_gradient_difference=max(row.gradient_difference for row in rows),
         worst_parameter=rows[0].name,
+        whole_batch_difference=whole,
+        coupled=one.coupled,
         not_proved=(*subject.not_proved, *one.not_proved),
         notes=tuple(notes),
         rows=rows,

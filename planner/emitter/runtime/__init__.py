@@ -12,6 +12,7 @@ FILES = (
     "stage",
     "build",
     "data_parallel",
+    "counting",
     "executor",
     "ranks",
     "runtime",

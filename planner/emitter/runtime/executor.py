@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from planner.emitter.runtime.checks import PlanError, _check_shape
 from planner.emitter.runtime.communication import _Channel
+from planner.emitter.runtime.counting import _check_loss, _count_step
 from planner.emitter.runtime.data_parallel import _release, _set_last_backward
 from planner.emitter.runtime.stage import PlanStage, Value, _map_tensors
 
@@ -40,9 +42,14 @@ class _Executor:
         is_last: bool,
         num_microbatches: int,
         mixed: bool,
+        dp_group: dist.ProcessGroup,
+        dp_degree: int,
     ) -> None:
         self.stage, self.loss_fn, self.is_last, self.mixed = stage, loss_fn, is_last, mixed
         self.num_microbatches = num_microbatches
+        self.dp_group, self.dp_degree = dp_group, dp_degree
+        self.counts: dict[str, Tensor] = {}  # of the step
+        self.loss_is_checked = False
         self.received: list[_Channel] = []
         self.sent: list[_Channel] = []
         self.returned: list[_Channel] = []
@@ -50,15 +57,22 @@ class _Executor:
         self.alive: dict[int, tuple[dict[str, Tensor], dict[str, Tensor | GradientEdge]]] = {}
 
     def run(
-        self, actions: Sequence[tuple[str, int]], microbatch_of: Callable[[int], tuple[dict[str, Any], Any]]
+        self,
+        actions: Sequence[tuple[str, int]],
+        microbatch_of: Callable[[int], tuple[dict[str, Any], Any]],
+        counted_of: Callable[[int], tuple[dict[str, Any], Any]],
     ) -> list[Tensor]:
         """Return the loss of every microbatch (on the last stage); gradients are added to the parameters'.
 
-        What an action receives is asked for one action ahead, so that it travels while another computes.
+        `counted_of` gives the data that is counted before the first action. What an action receives is asked for one
+        action ahead, so that it travels while another computes.
         """
         losses: list[Tensor] = []
         last_backward = max((index for index, (kind, _) in enumerate(actions) if kind == "B"), default=None)
         self.alive.clear()
+        self.counted_of = counted_of
+        every = (counted_of(microbatch) for microbatch in range(self.num_microbatches))
+        self.counts = _count_step(self.stage, every, self.dp_group, self.dp_degree)
         for index, (kind, microbatch) in enumerate(actions):
             for ahead, _ in actions[index : index + 2] if index == 0 else actions[index + 1 : index + 2]:
                 for channel in self.received if ahead == "F" else self.returned:
@@ -80,9 +94,9 @@ class _Executor:
         training = torch.is_grad_enabled()
         for value in self.stage.receives:
             leaves[value.name].requires_grad_(training and value.requires_grad)
-        output = self.stage(**inputs, **leaves)
+        output = self.stage(**inputs, **leaves, **{name: self.counts[name] for name in self.stage.forward_counts})
         if self.is_last:
-            loss = self._loss(output, target)
+            loss = self._loss(microbatch, output, target)
             if training:
                 self.alive[microbatch] = leaves, {"loss": loss / self.num_microbatches}
             return [loss.detach()]
@@ -93,10 +107,17 @@ class _Executor:
             self.alive[microbatch] = leaves, {k: get_gradient_edge(v) for k, v in values.items() if v.requires_grad}
         return []
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
+    def _loss(self, microbatch: int, output: Any, target: Any) -> Tensor:
         if self.mixed:
             output = _map_tensors(lambda x: x.float() if x.is_floating_point() else x, output)
-        if self.loss_fn is not None:
+        if self.loss_fn is not None and self.stage.microbatch_loss is not None:
+            if not self.loss_is_checked:
+                inputs, counted = self.counted_of(microbatch)
+                own = self.stage.count_microbatch(*(inputs[name] for name in self.stage.count_inputs), counted)
+                _check_loss(self.stage, self.loss_fn, output, target, own)
+                self.loss_is_checked = True
+            loss = self.stage.microbatch_loss(output, target, *(self.counts[name] for name in self.stage.loss_counts))
+        elif self.loss_fn is not None:
             loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
         else:
             loss = getattr(output, "loss", output)

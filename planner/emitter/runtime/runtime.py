@@ -28,6 +28,8 @@ from planner.emitter.runtime.generated import INPUTS, PLAN, STAGES, TARGET_DIMS,
 from planner.emitter.runtime.ranks import _first_held, _holds, _Ranks
 from planner.emitter.runtime.stage import PlanStage, Value, _map_tensors
 
+_OfMicrobatch = Callable[[int], tuple[dict[str, Any], Any]]
+
 
 def setup(
     build_model: Callable[[], nn.Module],
@@ -81,7 +83,15 @@ def setup(
         numbers = _Numbers(stage, ranks.dp_group)
         _distribute(stage, ranks.dp_group, PLAN["data_parallel"], mixed=mixed)
     is_last = ranks.stage == len(STAGES) - 1
-    executor = _Executor(stage, loss_fn, is_last=is_last, num_microbatches=PLAN["num_microbatches"], mixed=mixed)
+    executor = _Executor(
+        stage,
+        loss_fn,
+        is_last=is_last,
+        num_microbatches=PLAN["num_microbatches"],
+        mixed=mixed,
+        dp_group=ranks.dp_group,
+        dp_degree=ranks.dp_degree,
+    )
     ranks.connect(executor, dtype)
     return Runtime(stage, ranks, executor, ties, seed, numbers)
 
@@ -148,12 +158,12 @@ class Runtime:
         `inputs` (tensor, tuple by position or dict by name) and `target` hold the global batch on every rank, or with
         `local` only this rank's `rows`, in that order.
         """
-        microbatch = self._microbatches(inputs, target, local)
+        microbatch, counted = self._microbatches(inputs, target, local)
         aside = [(param, param.grad) for params, _ in self._summed for param in params]
         for param, _ in aside:
             param.grad = None  # what earlier steps left is summed already
         with self._own_random_state():
-            losses = self._executor.run(self._actions, microbatch)
+            losses = self._executor.run(self._actions, microbatch, counted)
         for params, group in self._summed:
             gradients = []
             for param in params:
@@ -170,12 +180,13 @@ class Runtime:
 
     def evaluate(self, inputs: Any, target: Any = None, *, local: bool = False) -> Tensor:
         """Return a global batch's mean loss on every rank, in evaluation mode and without gradients."""
-        microbatch = self._microbatches(inputs, target, local)
+        microbatch, counted = self._microbatches(inputs, target, local)
         modes = [(module, module.training) for module in self._stage.modules()]
         self._stage.eval()
         try:
             with torch.no_grad(), self._own_random_state():
-                losses = self._executor.run([action for action in self._actions if action[0] == "F"], microbatch)
+                forwards = [action for action in self._actions if action[0] == "F"]
+                losses = self._executor.run(forwards, microbatch, counted)
         finally:
             for module, training in modes:
                 module.training = training
@@ -241,15 +252,18 @@ class Runtime:
                     result.setdefault(self._first_name.get(name, name), tensor.detach().cpu().clone())
         return result if ranks.rank == 0 else None
 
-    def _microbatches(self, inputs: Any, target: Any, local: bool) -> Callable[[int], tuple[dict[str, Any], Any]]:
-        """Return the function that cuts a microbatch's rows out of a batch, when all of its shapes are right."""
+    def _microbatches(self, inputs: Any, target: Any, local: bool) -> tuple[_OfMicrobatch, _OfMicrobatch]:
+        """Return the functions that cut a microbatch's rows out of a batch, when all of its shapes are right.
+
+        The first gives what the stage's forward takes, the second what it counts, in the dtypes that were given.
+        """
         listed = [Value(item) if isinstance(item, str) else item for item in INPUTS]
         specs = {spec.key or spec.name: spec for spec in listed}
         if not isinstance(inputs, Mapping):
             inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
             inputs = dict(zip(specs, inputs, strict=len(inputs) > len(specs)))
         given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        read = {name for stage in STAGES for name in stage.inputs}
+        read = {name for stage in STAGES for name in (*stage.inputs, *stage.count_inputs)}
         required = {key for key, spec in specs.items() if spec.name in read}
         if wrong := (required - set(given)) or (set(given) - set(specs)):
             problem = "is missing" if wrong <= required else "is not one that this plan's model was profiled with"
@@ -285,18 +299,28 @@ class Runtime:
             cast = self._executor.mixed and tensor.is_floating_point()
             return tensor.to(self._ranks.device, self._stage.dtype if cast else None, non_blocking=True)
 
-        def microbatch(index: int) -> tuple[dict[str, Any], Any]:
-            rows = slices[index]
-            taken = {}
-            for key, spec in specs.items():
-                if spec.name in self._stage.inputs:
-                    taken[spec.name] = place(_cut(given[key], rows, spec.batch_dim))
+        def of_target(rows: slice) -> Any:
             if not self._executor.is_last:
-                return taken, None
+                return None
             cut = iter([_cut(tensor, rows, dim) for tensor, dim in _with_dims(target)])
-            return taken, _map_tensors(lambda _: next(cut).to(self._ranks.device, non_blocking=True), target)
+            return _map_tensors(lambda _: next(cut).to(self._ranks.device, non_blocking=True), target)
 
-        return microbatch
+        def take(index: int, names: tuple[str, ...], place: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], Any]:
+            rows = slices[index]
+            taken = {
+                spec.name: place(_cut(given[key], rows, spec.batch_dim))
+                for key, spec in specs.items()
+                if spec.name in names
+            }
+            return taken, of_target(rows)
+
+        def microbatch(index: int) -> tuple[dict[str, Any], Any]:
+            return take(index, self._stage.inputs, place)
+
+        def counted(index: int) -> tuple[dict[str, Any], Any]:
+            return take(index, self._stage.count_inputs, lambda x: x.to(self._ranks.device, non_blocking=True))
+
+        return microbatch, counted
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
         """Return the mean over microbatches and replicas of the losses that the last stage has."""

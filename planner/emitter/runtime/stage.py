@@ -87,6 +87,11 @@ class PlanStage(nn.Module):
     Its forward takes the model's inputs `inputs` and the values it `receives` by name, and returns the tuple of values
     it `sends`, the last stage the model's output. `updated_buffers` change in every forward. `units` are repeated
     layers whose parameters are gathered together.
+
+
+    What a loss divides by is counted over the whole step: `count_microbatch` takes the inputs `count_inputs` and the
+    target, and returns the `step_counts`, each with how it adds up, "sum" or "mean". Forward gets those in
+    `forward_counts`, and `microbatch_loss` those in `loss_counts`.
     """
 
     module_names: ClassVar[tuple[str, ...]] = ()
@@ -97,6 +102,10 @@ class PlanStage(nn.Module):
     sends: ClassVar[tuple[Value, ...]] = ()
     units: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[dict[str, TensorParallel]] = {}
+    step_counts: ClassVar[dict[str, str]] = {}
+    forward_counts: ClassVar[tuple[str, ...]] = ()
+    loss_counts: ClassVar[tuple[str, ...]] = ()
+    count_inputs: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -121,6 +130,14 @@ class PlanStage(nn.Module):
         # adds its own hooks around, because they return views, on which an in-place operation loses those hooks.
         self.register_forward_hook(lambda stage, args, output: _map_tensors(_own, output))
         self.register_forward_pre_hook(lambda stage, args, kw: (args, _map_tensors(_own, kw)), with_kwargs=True)
+
+    def count_microbatch(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Return what a microbatch counts, from its inputs and target."""
+        return ()
+
+    # Of a plan whose loss divides by counts: (output, target, *counts of the step) -> a microbatch's loss. The mean of
+    # these losses is the loss of the whole batch.
+    microbatch_loss: ClassVar[Callable[..., Tensor] | None] = None
 
     def _parent(self, model: nn.Module, name: str) -> tuple[nn.Module, nn.Module, str]:
         """Return the parent of `name` in the stage and in the model, and the last part of the name.

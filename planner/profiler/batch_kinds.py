@@ -1,0 +1,106 @@
+"""How values depend on the rows of a batch, and what operations make of that.
+
+With M microbatches in a step, a value v of a microbatch and V of the whole batch are of one of these kinds:
+
+    constant    V = v                            parameters, numbers, what has no rows
+    rows        V = M^d * (v_1, v_2, ..., v_M)   one after another along a dimension of the batch
+    linear      V = M^(d-1) * (v_1 + ... + v_M)  d = 1: a sum over rows; d = 0: a mean over rows
+
+A loss must be linear with d = 0: then the mean of the microbatches' losses is the loss of the whole batch.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.nn import functional as F
+
+from planner.program import BatchInt, Tensor
+
+Form = Literal["constant", "rows", "linear"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the kinds above, with its degree d."""
+
+    form: Form
+    degree: int = 0
+
+
+CONSTANT, ROWS, SUM, MEAN = Kind("constant"), Kind("rows"), Kind("linear", 1), Kind("linear", 0)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Operations that are linear in their first operand and read nothing else of the batch.
+SAME = _words(
+    "neg positive float double half bfloat16 to type type_as view reshape flatten unflatten squeeze unsqueeze clone "
+    "contiguous detach transpose permute t expand expand_as broadcast_to repeat view_as reshape_as unbind chunk "
+    "split select narrow alias movedim swapaxes repeat_interleave T H mT mH real data requires_grad getitem pad "
+    "index_select conj"
+)
+# Of these, those that keep the numbers of a tensor of labels as they are.
+KEEPS_LABELS = SAME - {"neg"} | _words("long int masked_fill where clone")
+FACTORIES = _words(
+    "new_zeros new_ones new_full new_empty new_tensor zeros ones full arange tensor empty zeros_like ones_like "
+    "full_like empty_like eye linspace as_tensor scalar_tensor"
+)
+PRODUCTS = _words("matmul mm bmm mv dot inner einsum tensordot addmm linear outer vdot")
+COMBINED = _words("stack cat concat concatenate hstack vstack")
+# Operations along a dimension, which couple the rows where it is one of the batch: position of the argument, default.
+ALONG: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), (1, None)
+    ),
+    **dict.fromkeys(("sort", "argsort", "flip"), (1, -1)),
+    **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
+    "normalize": (2, 1),
+    "roll": (2, "all"),
+}
+
+
+def batch_dims(tensor: Tensor) -> list[int]:
+    """Return the dimensions that grow with the batch."""
+    return [index for index, size in enumerate(tensor.shape) if isinstance(size, BatchInt)]
+
+
+def couples_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Tensor) -> bool:
+    """Return whether an operation works along a dimension of the batch, and so mixes rows."""
+    if name not in ALONG:
+        return False
+    position, default = ALONG[name]
+    dim = kwargs.get("dim", kwargs.get("dims", args[position] if len(args) > position else default))
+    listed = dim if isinstance(dim, tuple | list) else (dim,)
+    along = batch_dims(operand)
+    return bool(along) and any(
+        item == "all" or (isinstance(item, int) and item % max(len(operand.shape), 1) in along) for item in listed
+    )
+
+
+def bound_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of a loss function of torch by name, with defaults; None where it is none."""
+    function = getattr(F, name, None)
+    if not callable(function):
+        return None
+    try:
+        signature = inspect.signature(function)
+        bound = signature.bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
+    if "reduction" not in signature.parameters:
+        return None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def reduction_of(arguments: dict[str, Any]) -> str:
+    """Return 'mean', 'sum' or 'none': what a loss function does with the losses of the rows."""
+    average, reduce = arguments.get("size_average"), arguments.get("reduce")
+    if average is None and reduce is None:
+        return str(arguments["reduction"])
+    if reduce is False:
+        return "none"
+    return "sum" if average is False else "mean"
