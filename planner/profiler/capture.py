@@ -26,6 +26,7 @@ from planner.profiler.hidden import open_escaping
 from planner.profiler.meta_build import build_meta
 from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import Call, Recording, record
+from planner.profiler.state import Attributes, attributes_of, changed_since, set_state, state_of
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.profiler.whole import WholeRuns
 from planner.program import (
@@ -109,11 +110,24 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _record_once(
-    file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype | None, *, training: bool, all_floats: bool
+    file: ModelFile,
+    meta: nn.Module,
+    rows: int,
+    dtype: torch.dtype | None,
+    *,
+    training: bool,
+    all_floats: bool,
+    state: Attributes | None = None,
 ) -> Recording:
-    """Return one recording of the model on fake tensors; `all_floats` gives buffers the dtype too."""
+    """Return one recording of the model on fake tensors; `all_floats` gives buffers the dtype too.
+
+    `state` are plain attributes as an earlier forward left them.
+    """
     with _attributes_kept(meta), emptied_caches(meta) as empty_caches:
-        return _record(file, meta, rows, dtype, empty_caches, training=training, all_floats=all_floats)
+        before = attributes_of(meta)
+        options = {"training": training, "all_floats": all_floats}
+        recording = _record(file, meta, rows, dtype, empty_caches, state or {}, **options)
+        return replace(recording, kept=changed_since(meta, before))
 
 
 def _record(
@@ -122,6 +136,7 @@ def _record(
     rows: int,
     dtype: torch.dtype | None,
     empty_caches: Callable[[], None],
+    state: Attributes,
     *,
     training: bool,
     all_floats: bool,
@@ -151,7 +166,8 @@ def _record(
             named = input_tensors(meta, args, kwargs)
             targets = dict(named_tensors({"target": target}))
             whole = WholeRuns(originals, _containers_of_blocks(meta))
-            return record(meta, args, kwargs, named, targets, loss, whole, empty_caches=empty_caches)
+            begin = partial(set_state, meta, state)
+            return record(meta, args, kwargs, named, targets, loss, whole, begin, empty_caches=empty_caches)
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
@@ -213,6 +229,27 @@ def _check_rows(file: ModelFile, model: nn.Module) -> None:
             )
 
 
+def _check_stateless(
+    file: ModelFile, meta: nn.Module, dtype: torch.dtype | None, base: Recording, state: Attributes
+) -> None:
+    """Raise CaptureError where a forward reads what an earlier one left on the modules: it is another forward then."""
+    listed = ", ".join(".".join(part for part in key if part) for key in list(state)[:3])
+    what = f"kept from one forward for the next outside of buffers ({listed}{' and others' if len(state) > 3 else ''})"
+    hint = "register what a forward keeps for the next as a buffer, and write it in place; or don't read it there"
+    try:
+        again = _record_once(file, meta, _ROWS[0], dtype, training=True, all_floats=False, state=state)
+        _merge(base, again, _same_leaf)
+    except CaptureError as error:
+        raise CaptureError(f"{error.message}\nin a second forward, because of what is {what}", hint=hint) from error
+    except _StructureDiffersError as error:
+        raise CaptureError(f"{error.location}: {error.what} in a second forward differs: {what}", hint=hint) from None
+
+
+def _same_leaf(base: Any, other: Any) -> Any:
+    """Refuse any difference between two recordings of the same."""
+    raise _StructureDiffersError(f"the constant {base!r} (then {other!r})", "")
+
+
 def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     """Return the model's forward as calls; CaptureError names the statement that can't be recorded.
 
@@ -222,6 +259,8 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     _check_rows(file, meta)
     first, second = _ROWS
     base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
+    if state := state_of(base, dict(meta.named_parameters(remove_duplicate=False))):
+        _check_stateless(file, meta, dtype, base, state)
     open_escaping(base.calls, (*base.inputs.values(), *base.targets.values()), (base.output, base.loss))
     notes: list[str] = []
 

@@ -122,6 +122,7 @@ class Recording:
     tensors: dict[int, torch.Tensor]
     constants: tuple[tuple[str, Any], ...] = ()
     updated_buffers: tuple[str, ...] = ()
+    kept: dict[tuple[str, str], Any] = field(default_factory=dict)
 
 
 class ValueReadError(CaptureError):
@@ -503,18 +504,21 @@ def record(
     targets: dict[str, torch.Tensor],
     loss: Callable[[Any], Any] | None,
     whole: WholeRuns,
+    begin: Callable[[], None],
     *,
     empty_caches: Callable[[], None] = lambda: None,
 ) -> Recording:
     """Return the recording of `model(*args, **kwargs)` and of `loss(output)`.
 
     `inputs` names the tensors among the arguments, `targets` those that the loss reads beside the output. Call it under
-    the fake-tensor mode that the tensors belong to. `whole` runs modules whose code looks at values, `empty_caches` is
-    called where the code of a module begins.
+    the fake-tensor mode that the tensors belong to. `whole` runs modules whose code looks at values, `begin` is called
+    first, `empty_caches` where the code of a module begins.
     """
     recorder = _Recorder(model, whole, empty_caches)
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
     with recorder.draws, _patched_module_call(recorder), seen_functions(recorder.call_function), recorder:
+        with unrecorded():
+            begin()
         output = model(*args, **kwargs)
         for name, module in model.named_modules():
             recorder.write_buffers(name, module)
