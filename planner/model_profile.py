@@ -387,6 +387,12 @@ class ModelProfile(Record):
         name = self.layers[layer].layer_class
         return next(candidate for candidate in self.layer_classes if candidate.name == name)
 
+    def writes_its_input(self, layer: int) -> bool:
+        """Return whether the layer's module changes what it is given in place: then it can't be run a second time."""
+        found = self.layers[layer]
+        nodes = self.program.nodes[found.start : found.stop]
+        return any(node.written for node in nodes if node.kind == "module" and node.target == found.module)
+
     def crossing_edges(self, cut: int) -> Iterator[Edge]:
         """Yield the edges that cross the cut before layer `cut`: made before it, read at it or after."""
         return (edge for edge in self.edges if edge.producer < cut <= edge.consumers[-1])

@@ -317,11 +317,12 @@ def _value(transfer: Transfer, title: str, rows: int) -> str:
     return f"Value({', '.join(options)})"
 
 
-def input_value(name: str, tensor: Tensor, rows: int, key: str | None) -> str:
+def input_value(name: str, tensor: Tensor, rows: int, key: str | None, *, written: bool) -> str:
     """Return the expression that describes an input of the model to the runtime."""
     options = [f'"{name}"', f"shape={_tuple(tensor.sizes(rows))}"]
     options += [] if tensor.batch_dim == 0 else [f"batch_dim={tensor.batch_dim}"]
     options += [] if key is None else [f'key="{key}"']
+    options += ["written=True"] if written else []
     return f"Value({', '.join(options)})"
 
 

@@ -90,8 +90,10 @@ def _generated(
     yield f"TIED = ({', '.join(written_groups)}{',' if len(written_groups) == 1 else ''})"
     yield "INPUTS = ("
     rows = plan.microbatch_size
+    written = {name for node in profile.program.nodes for name in node.changes()}
     for name in profile.program.inputs:
-        yield f"    {input_value(name, profile.program.tensors[name], rows, profile.input_keys.get(name))},"
+        tensor, key = profile.program.tensors[name], profile.input_keys.get(name)
+        yield f"    {input_value(name, tensor, rows, key, written=name in written)},"
     yield ")"
     dims = profile.target_dims
     yield f"TARGET_DIMS = ({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"

@@ -56,7 +56,10 @@ _SAME_FOR_ALL_ROWS = (
 
 @dataclass(frozen=True)
 class Capture:
-    """A model's forward as calls, and the model on the meta device that was recorded."""
+    """A model's forward as calls, and the model on the meta device that was recorded.
+
+    Values of one number in `storages` share memory.
+    """
 
     model: nn.Module
     model_hash: str
@@ -68,6 +71,7 @@ class Capture:
     loss: Any
     tensors: dict[str, Tensor]
     updated_buffers: tuple[str, ...]
+    storages: dict[str, int]
     notes: tuple[str, ...]
 
 
@@ -323,6 +327,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         loss=merged.loss,
         tensors=tensors,
         updated_buffers=base.updated_buffers,
+        storages={str(number): int(t.untyped_storage()._cdata) for number, t in base.tensors.items()},
         notes=tuple(dict.fromkeys(notes)),
     )
 

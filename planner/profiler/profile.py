@@ -24,6 +24,7 @@ from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
 from planner.profiler.execute import Target, outside_results, run_derived
 from planner.profiler.fake import model_dtype
 from planner.profiler.hidden import called_whole
+from planner.profiler.in_place import check_in_place
 from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import (
     Segment,
@@ -108,6 +109,7 @@ def profile_model(
     whole = called_whole(captured.calls)
     derived = input_only_values(program, captured.model, whole)
     segments = divide(program, captured.model, derived)
+    check_in_place(calls, captured.output, named, captured.storages, segments)
     degrees = tp_degrees or (COMPUTED_TP_DEGREES if gpu_type else MEASURED_TP_DEGREES)
     classes, names = _classes(captured, calls, program, segments, len(with_loss.nodes), degrees)
     if refuse_degrees:

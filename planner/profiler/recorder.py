@@ -85,7 +85,8 @@ class Call:
 
     `body` are the calls inside a module, also those of a leaf that is not torch's own: a leaf is never opened, but what
     it does to a divided value is read from its body. `escapes`: later calls read values of the body that are not in the
-    result, so it has to be opened. `opaque` tells why no program can hold the call. `random`: it draws random numbers.
+    result, so it has to be opened. `written` are the arguments that a module changed in place. `opaque` tells why no
+    program can hold the call. `random`: it draws random numbers.
     """
 
     kind: NodeKind
@@ -97,6 +98,7 @@ class Call:
     location: str
     result: Any = None
     in_place: bool = False
+    written: tuple[Ref, ...] = ()
     leaf: bool = False
     escapes: bool = False
     opaque: str = ""
@@ -278,7 +280,7 @@ class _Recorder(TorchFunctionMode):
         if self.in_leaf:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        drawn = self.draws.count
+        drawn, versions = self.draws.count, self._versions((args, kwargs))
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -299,6 +301,7 @@ class _Recorder(TorchFunctionMode):
             or (name.endswith("_") and not name.endswith("__"))
             or kwargs.get("inplace") is True
             or any(id(item) in known for item in _flatten(kwargs.get("out")))
+            or bool(self._changed(versions))
         )
         if not call.in_place:
             result = _fresh(result, known)
@@ -322,6 +325,22 @@ class _Recorder(TorchFunctionMode):
             hint="compute it with tensor operations (masks, torch.where), so that all data takes the same code; or put "
             "it into the forward of a module that returns the same shapes for all data: that is then called whole",
         ) from error
+
+    def _versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
+        """Return the tensors among arguments that are values, each with how often it was written in place so far."""
+        with unrecorded():
+            return [
+                (item, item._version)
+                for item in _flatten(given)
+                if isinstance(item, torch.Tensor) and id(item) in self.values
+            ]
+
+    def _changed(self, versions: list[tuple[torch.Tensor, int]]) -> tuple[Ref, ...]:
+        """Return the values that were written in place since."""
+        with unrecorded():
+            return tuple(
+                dict.fromkeys(Ref(str(self.bind(item))) for item, before in versions if item._version > before)
+            )
 
     def call_function(self, function: type, apply: Run, args: Any, kwargs: Any) -> Any:
         """Apply a custom autograd function; what it does inside is not recorded."""
@@ -356,7 +375,7 @@ class _Recorder(TorchFunctionMode):
         self.in_leaf = call.leaf and type(module).__module__.startswith("torch.")
         self.frames.append(call.body)
         self.scopes.append(name)
-        drawn = self.draws.count
+        drawn, versions = self.draws.count, self._versions((args, kwargs))
         self.empty_caches()
         try:
             result = self._run_module(original, module, call, args, kwargs)
@@ -367,6 +386,8 @@ class _Recorder(TorchFunctionMode):
             self.scopes.pop()
             self.in_leaf = False
         call.random = self.draws.count > drawn
+        call.written = self._changed(versions)
+        call.in_place = bool(call.written)
         if call.leaf:
             known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
             with unrecorded():  # not a call of the model's

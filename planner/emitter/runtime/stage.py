@@ -22,7 +22,8 @@ class Value:
 
     `shape` is the one at the plan's microbatch size; `dtype` None is the stage's floating dtype, or for an input of the
     model anything. An input's rows are its dimension `batch_dim`; without rows (None) every microbatch gets all of it.
-    `key` is the name by which `step` is given an input whose own name no variable can have.
+    `key` is the name by which `step` is given an input whose own name no variable can have. An input that the model has
+    `written` in place is copied first: the batch stays as it was, and microbatches have nothing in common.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Value:
     targets: tuple[int, ...] = ()
     batch_dim: int | None = 0
     key: str = ""
+    written: bool = False
 
     def dtype_in(self, stage_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype between stages; a model built in float64 has no narrower numbers."""
