@@ -190,8 +190,8 @@ def _kind_of(module: nn.Module) -> Literal["linear", "embedding"] | None:
     if isinstance(module, nn.Linear):
         return "linear" if type(module).forward is nn.Linear.forward else None
     if isinstance(module, nn.Embedding):
-        plain = module.max_norm is None and not module.sparse and type(module).forward is nn.Embedding.forward
-        return "embedding" if plain else None
+        plain = module.max_norm is None and not (module.sparse or module.scale_grad_by_freq)
+        return "embedding" if plain and type(module).forward is nn.Embedding.forward else None
     # Hugging Face's: y = x @ weight + bias, weight [in, out]
     return "linear" if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 

@@ -62,7 +62,8 @@ class Column(ParallelStyle):
     enters: bool = False
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        _kind(module)
+        if _kind(module) == "embedding" and self.dim != 1:
+            raise PlanError("Embedding can't be divided by columns along dimension 0: they are its dimension 1")
         group, forward = mesh.get_group(), module.forward
         _divide(module, "weight", self.dim, self.parts, mesh)
         if getattr(module, "bias", None) is not None:
