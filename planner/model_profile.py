@@ -19,6 +19,7 @@ from planner.program import (
     Encoded,
     Identifier,
     Node,
+    ParamRef,
     PlainText,
     Program,
     QualifiedName,
@@ -43,6 +44,16 @@ SCHEMA_VERSION = 1
 Source = Literal["measured", "scaled", "computed"]
 Style = Literal["column", "row", "vocabulary"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+MoveKind = Literal[
+    "enter",
+    "sum_ranks",
+    "scatter_sum",
+    "gather_slices",
+    "gather_entered",
+    "take_slice",
+    "take_entered",
+    "on_first",
+]
 
 
 class Parameter(Record):
@@ -60,11 +71,13 @@ class Parameter(Record):
 class ShardedParameter(Record):
     """How a parameter is divided over tensor-parallel ranks: dimension `dim`, within each of `parts` equal parts.
 
-    `parts` > 1 is a fused projection (q, k and v in one weight): every rank holds its slice of each part.
+    `parts` > 1 is a fused projection (q, k and v in one weight): every rank holds its slice of each part; `sizes` are
+    the whole sizes of the parts where they differ.
     """
 
     dim: NonNegativeInt
     parts: PositiveInt = 1
+    sizes: tuple[PositiveInt, ...] = ()
 
 
 class CollectiveCall(Record):
@@ -87,21 +100,55 @@ class Rewrite(Record):
     value: Encoded
 
 
+class Move(Record):
+    """A value of the body in another form, as `name`, for some of its readers: a collective, or a slice.
+
+    `source` is a value, a parameter or an earlier move. After node `after` (None: first of all) it is made:
+
+        enter             a whole value for divided computation: backward adds up the ranks' gradients
+        sum_ranks         the sum of what the ranks have
+        scatter_sum       this rank's slice of that sum; backward gathers
+        gather_slices     the whole of the ranks' slices, for computation that every rank repeats
+        gather_entered    the same for divided computation: backward adds up and scatters
+        take_slice        this rank's slice of a whole value; backward gathers
+        take_entered      the same of an entered value: backward is zero outside of the slice
+        on_first          the value on the first rank, zeros elsewhere: a term of a sum over ranks
+
+    Slices are of dimension `dim`, within each of `parts` parts (of `sizes`, where these differ).
+    """
+
+    name: Identifier
+    kind: MoveKind
+    source: Encoded
+    after: Identifier | None = None
+    dim: NonNegativeInt = 0
+    parts: PositiveInt = 1
+    sizes: tuple[PositiveInt, ...] = ()
+    readers: tuple[Identifier, ...] = ()
+    output: bool = False
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a source that is neither a value nor a parameter."""
+        if not isinstance(self.source, Ref | ParamRef):
+            raise ValueError(f"move {self.name!r} has no value or parameter as its source")
+
+
 class Sharding(Record):
     """One way to divide a layer class over a tensor-parallel group of a given degree.
 
     `styles` and `parameters` are keyed by names relative to the layer ('attn.c_attn', 'attn.c_attn.weight').
-    `enter` names values of the body that become inputs of divided computation (identity forward, all-reduce backward),
-    each with the nodes that read it there; `gather` the modules whose output is gathered again;
-    `partial_gradients` names replicated parameters whose gradient must be summed over the group. `draws_apart` names
-    nodes of the body that draw random numbers for a divided value, which must differ from rank to rank.
+    `moves` bring values of the body from one form to another; a module divided by rows or vocabulary sums its output
+    itself unless `unreduced` names it. `gather` names modules whose output is gathered again; `partial_gradients`
+    whole parameters whose gradient must be summed over the group; `replicated` what stays whole, and why. `draws_apart`
+    names nodes of the body that draw random numbers for a divided value, which must differ from rank to rank.
     """
 
     name: Identifier
     tp_degree: PositiveInt
     styles: dict[QualifiedName, Style] = {}
     parameters: dict[QualifiedName, ShardedParameter] = {}
-    enter: dict[Identifier, tuple[Identifier, ...]] = {}
+    moves: tuple[Move, ...] = ()
+    unreduced: tuple[QualifiedName, ...] = ()
     gather: tuple[QualifiedName, ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
     partial_gradients: tuple[QualifiedName, ...] = ()
@@ -115,6 +162,19 @@ def _check_known(names: Iterable[str], known: Container[str], what: str) -> None
     for name in names:
         if name not in known:
             raise ValueError(f"{what} {name!r}, which is not listed")
+
+
+def _check_moves(moves: Iterable[Move], nodes: Container[str], values: Iterable[str], where: str) -> None:
+    """Raise ValueError for a move from or to what is not there, or whose name something else has."""
+    known = set(values)
+    for move in moves:
+        if isinstance(move.source, Ref):
+            _check_known([move.source.name], known, f"{where} moves value")
+        _check_known(move.readers, nodes, f"{where} moves a value for node")
+        _check_known([move.after] if move.after else [], nodes, f"{where} moves a value after node")
+        if move.name in known:
+            raise ValueError(f"{where} moves a value to {move.name!r}, which another value is named")
+        known.add(move.name)
 
 
 class LayerCost(Record):
@@ -190,9 +250,7 @@ class LayerClass(Record):
         for sharding in self.shardings:
             where = f"layer class {self.name!r}, sharding {sharding.name!r} of degree {sharding.tp_degree}"
             _check_known((rewrite.node for rewrite in sharding.rewrites), nodes, f"{where} rewrites node")
-            _check_known(sharding.enter, values, f"{where} enters value")
-            readers = (node for listed in sharding.enter.values() for node in listed)
-            _check_known(readers, nodes, f"{where} enters at node")
+            _check_moves(sharding.moves, nodes, values, where)
             for module, style in sharding.styles.items():
                 weight = f"{module}.weight" if module else "weight"
                 if style != "vocabulary" and weight not in sharding.parameters:
@@ -287,6 +345,7 @@ class Provenance(Record):
     command: str = ""
     example_rows: PositiveInt = 1
     tokens_per_row: NonNegativeInt = 0
+    tp_rules: tuple[PlainText, ...] = ()
     num_threads: NonNegativeInt = 0
 
 
@@ -386,6 +445,12 @@ class ModelProfile(Record):
         """Return the class of the layer at an index."""
         name = self.layers[layer].layer_class
         return next(candidate for candidate in self.layer_classes if candidate.name == name)
+
+    def writes_its_input(self, layer: int) -> bool:
+        """Return whether the layer's module changes what it is given in place: then it can't be run a second time."""
+        found = self.layers[layer]
+        nodes = self.program.nodes[found.start : found.stop]
+        return any(node.written for node in nodes if node.kind == "module" and node.target == found.module)
 
     def crossing_edges(self, cut: int) -> Iterator[Edge]:
         """Yield the edges that cross the cut before layer `cut`: made before it, read at it or after."""

@@ -135,6 +135,7 @@ class Origin(Record):
     model_hash: str
     build_function: str = "build_model"
     inputs_function: str = "example_inputs"
+    tp_rules: tuple[str, ...] = ()
     profile_path: str
     profile_hash: str
     cluster: str

@@ -370,7 +370,7 @@ class Node(Record):
     `result` is the structure of what it returns: `Ref`s to the tensors in it. A node that makes one tensor
     has `result == Ref(name)`; one that makes several names each, and one that returns a value made before (a write in
     place, a cast to the dtype it has) refers to that value: then `name` only identifies the node. `random`: it draws
-    random numbers when the model trains.
+    random numbers when the model trains. `written` are the values among its arguments that a module changes in place.
     """
 
     name: Identifier
@@ -380,6 +380,7 @@ class Node(Record):
     kwargs: Encoded = {}
     result: Encoded = None
     in_place: bool = False
+    written: tuple[Identifier, ...] = ()
     no_grad: bool = False
     random: bool = False
 
@@ -420,6 +421,13 @@ class Node(Record):
             if isinstance(leaf, ParamRef):
                 yield leaf.name
 
+    def changes(self) -> Iterator[str]:
+        """Yield the names of the values that this node changes in place."""
+        yield from self.written
+        if self.in_place:
+            read = set(self.reads())
+            yield from (name for name in self.writes() if name in read)
+
     def writes(self) -> Iterator[str]:
         """Yield the names of the tensors this node produces."""
         for leaf in leaves(self.result):
@@ -443,7 +451,7 @@ class Program(Record):
             raise ValueError("two nodes of the program have one name")
         made = set(self.inputs)
         for node in self.nodes:
-            for name in node.reads():
+            for name in (*node.reads(), *node.written):
                 if name not in made:
                     raise ValueError(f"node {node.name!r} reads {name!r}, which no input or earlier node makes")
             made.update(node.writes())

@@ -628,7 +628,11 @@ def divide(folder: Path, *, case: str) -> dict[str, Any]:
         "vocabulary padded high": (nn.Embedding(12, 8, padding_idx=-1), plan.Vocabulary(), "ids"),
         "vocabulary scaled": (ScaledEmbedding(12, 8), plan.Vocabulary(), "ids"),
         "linear uneven": (nn.Linear(8, 7), plan.Column(), "float"),
-        "embedding column": (nn.Embedding(12, 8), plan.Column(), "ids"),
+        "linear column unequal": (nn.Linear(8, 12), plan.Column(parts=(8, 2, 2), gather=True, enters=True), "float"),
+        "linear row fused": (nn.Linear(8, 12), plan.Row(parts=2), "slice"),
+        "linear row unreduced": (nn.Linear(8, 12), plan.Row(reduce=False), "slice"),
+        "embedding column": (nn.Embedding(12, 8), plan.Column(dim=1, gather=True), "ids"),
+        "embedding column of rows": (nn.Embedding(12, 8), plan.Column(), "ids"),
         "layer norm row": (nn.LayerNorm(8), plan.Row(), "float"),
         "subclass": (NoisyLinear(8, 12), plan.Column(), "float"),
         "vocabulary renormalised": (nn.Embedding(12, 8, max_norm=1.0), plan.Vocabulary(), "ids"),
@@ -649,15 +653,16 @@ def divide(folder: Path, *, case: str) -> dict[str, Any]:
         plan.parallelize_module(layer, mesh, style)
     except plan.PlanError as error:
         return {"error": str(error)}
-    x = x.detach()
-    leaf = x.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_() if kind == "slice" else x.clone()
+    x, rank = x.detach(), mesh.get_local_rank()
+    parts = getattr(style, "parts", 1) if kind == "slice" else 1
+    leaf = plan._shard(x, -1, parts, rank, mesh.size()).clone().requires_grad_() if kind == "slice" else x.clone()
     if kind == "float":
         leaf.requires_grad_()
-    z = layer(leaf)
+    z = layer(leaf) if getattr(style, "reduce", True) else plan.sum_ranks(layer(leaf), mesh.get_group())
     (z * weights).sum().backward()
     result = {"output": relative(z.detach(), y.detach()), "input": 0.0, "params": 0.0}
     if wanted_input is not None:
-        part = wanted_input.chunk(mesh.size(), -1)[mesh.get_local_rank()] if kind == "slice" else wanted_input
+        part = plan._shard(wanted_input, -1, parts, rank, mesh.size()) if kind == "slice" else wanted_input
         result["input"] = relative(leaf.grad, part)
     for name, param in layer.named_parameters():
         cut = plan._shard_of(layer, name)

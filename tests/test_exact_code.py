@@ -21,6 +21,7 @@ EXACT = {
     "hidden:cache_object": (TENSOR, DATA),
     "hidden:stashed": (TENSOR, DATA),
     "hidden:leaf_stash": (TENSOR,),
+    "hidden:lazy_table": (DATA,),
     "hidden:auxiliary_losses": (TENSOR, DATA),
     "hidden:function_in_block": (TENSOR, DATA),
     "hidden:function_in_leaf": (TENSOR,),
@@ -149,6 +150,7 @@ def test_attention_that_drops_nothing_draws_nothing() -> None:
     [
         ("control:early_exit", "__bool__"),
         ("control:any_in_mask", "__bool__"),
+        ("control:asserted", "__bool__"),
         ("control:until_small", "__bool__"),
         ("control:tensor_index", "__int__"),
         ("control:to_numpy", "numpy"),
@@ -205,3 +207,16 @@ def test_what_cannot_be_called_whole_is_refused_with_the_reason(forward: str, re
         profile_model(str(tmp_path / "model.py"), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,))
     assert f"{tmp_path / 'model.py'}:" in caught.value.message
     assert reason in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("model", "mark", "attribute"),
+    [("memory", "x = x + self.memory", "memory"), ("constant_memory", "# ConstantMemory", "memory"),
+     ("counted", "# Counted", "steps")],
+)  # fmt: skip
+def test_what_one_forward_leaves_for_the_next_is_refused(model: str, mark: str, attribute: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        profiled(f"hidden:{model}")
+    assert line_of("hidden", mark) in caught.value.message
+    assert f"kept from one forward for the next outside of buffers ({attribute})" in caught.value.message
+    assert "as a buffer" in caught.value.hint

@@ -22,31 +22,34 @@ def shardings(layer: type[nn.Module], degree: int, shape: tuple[int, ...] = (4, 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(layer() for _ in range(2))
+            self.blocks, self.scale = nn.ModuleList(layer() for _ in range(2)), nn.Parameter(torch.ones(()))
 
         def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale  # gradients flow through the first block too
             for block in self.blocks:
                 x = block(x)
             return x
 
     models.INPUTS[Model] = lambda rows: (torch.randn(rows, *shape),)
     captured = capture(models.model_file(Model))
-    call = select_calls(captured.model, captured.calls)[0]
+    call = next(call for call in select_calls(captured.model, captured.calls) if call.kind == "module")
     return shardings_of(captured, call, open_class(captured, call), degree)
 
 
 def test_a_block_is_divided_column_then_row_with_one_reduction_each() -> None:
-    (found,) = shardings(models.Block, 4)  # 4 heads of size 4, sequence 4, 4 ranks: all the same number
+    found, fewer = shardings(models.Block, 4)  # 4 heads of size 4, sequence 4, 4 ranks: all the same number
     assert found.styles == {"qkv": "column", "out": "row", "up": "column", "down": "row"}
     assert found.parameters["qkv.weight"].parts == 3
     assert [call.phase for call in found.collectives] == ["forward", "forward", "backward", "backward"]
     assert {call.bytes_per_row for call in found.collectives} == {4 * 16 * 4}
-    assert set(found.enter) == {"norm", "add"} or len(found.enter) == 2
-    assert not found.replicated
+    assert [(move.kind, move.readers) for move in found.moves] == [("enter", ("qkv",)), ("enter", ("up",))]
+    assert set(found.replicated) == {"norm.weight", "norm.bias", "out.bias", "down.bias"}
+    assert (fewer.name, fewer.styles) == ("tensor_up_down", {"up": "column", "down": "row"})
+    assert [call.phase for call in fewer.collectives] == ["forward", "backward"]
 
 
 def test_shape_constants_are_rewritten_by_dimension_not_by_value() -> None:
-    (found,) = shardings(models.Block, 2)
+    found, _ = shardings(models.Block, 2)
     # view(batch, length=4, 3, heads=4, size=4): only the heads shrink; reshape(batch, length=4, width=16): the width.
     values = {(rewrite.node.rstrip("_0123456789"), rewrite.path[1]): rewrite.value for rewrite in found.rewrites}
     assert values == {("view", 4): 2, ("reshape", 3): 8}
@@ -69,7 +72,8 @@ class OddHeads(nn.Module):
 def test_what_does_not_divide_stays_whole_and_says_why() -> None:
     (found,) = shardings(OddHeads, 2, (4, 12))
     assert found.styles == {"up": "column", "down": "row"}
-    assert set(found.replicated) == {"q", "out"}
+    assert set(found.replicated) == {"q.weight", "q.bias", "out.weight", "out.bias", "down.bias"}
+    assert "dimension 3 does not divide by 2" in found.replicated["q.weight"]
     assert all(found.replicated.values())
 
 

@@ -42,6 +42,14 @@ def profile(
             metavar="NAME,NAME", help="Lists whose members are the layers, like model.layers (found by itself)."
         ),
     ] = None,
+    tp_rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=STYLE",
+            help="How a part is divided over tensor-parallel ranks: column, row, vocabulary or replicated, like "
+            "'layers.*.mlp.up=column' (worked out by itself).",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here (profiles/NAME.json).")
     ] = None,
@@ -56,7 +64,9 @@ def profile(
         )
     from planner.model_profile import write_profile
     from planner.profiler import profile_model
+    from planner.tp_rules import parse_rules
 
+    rules = parse_rules(tp_rule or ())
     with progress_bar("profile") as progress, user_code(model):
         result = profile_model(
             model,
@@ -68,6 +78,7 @@ def profile(
             inputs=inputs,
             blocks=tuple(part.strip() for part in blocks.split(",")) if blocks else (),
             refuse_degrees=degrees is not None,
+            tp_rules=rules,
             progress=progress,
         )
     path = output or PROFILES_FOLDER / f"{result.name}.json"

@@ -132,6 +132,7 @@ def _origin(file: ProfileFile, cluster: "Cluster") -> "Origin":
         model_hash=provenance.model_hash,
         build_function=provenance.build_function,
         inputs_function=provenance.inputs_function,
+        tp_rules=provenance.tp_rules,
         profile_path=str(file.path),
         profile_hash=file.hash,
         cluster=cluster.name,

@@ -75,6 +75,7 @@ def make_plan_twin(
     from planner.emitter import make_twin
     from planner.profiler import profile_model
     from planner.runner.subject import find_model
+    from planner.tp_rules import parse_rules
 
     say("the plan is too large for this machine: making a smaller twin")
     spec = find_model(plan, plan_path, model)
@@ -86,6 +87,7 @@ def make_plan_twin(
             inputs=plan.origin.inputs_function,
             microbatch_sizes=(1,),
             tp_degrees=(1, 2),
+            tp_rules=parse_rules(plan.origin.tp_rules),
             shrink=shrink,
         )
     source, left = make_twin(plan, profile, num_processes)

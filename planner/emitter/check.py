@@ -25,6 +25,7 @@ _HELPERS = {
     "layers",
     "draws_apart",
 }
+_HELPERS |= {"Slices", "sum_ranks", "scatter_sum", "gather_slices", "take_slice", "on_first"}
 _CALLABLE = _HELPERS | {"named_tuple", "recompute", "tuple", "range", "slice", "float", "getattr"}
 _CONTEXTS = (["torch.no_grad()"], ["draws_apart(self.tp_group)"])
 _NODES = (

@@ -9,9 +9,9 @@ from planner.emitter.expressions import Renderer, attribute_path, docstring_text
 from planner.emitter.loss_code import Counting, counting_attributes, counting_methods
 from planner.emitter.rows import LOCALS, batch_expression, context_lines, local_name, name_tuple
 from planner.emitter.stages import LayerCall, StageCode, Transfer
-from planner.model_profile import LayerClass, Sharding
+from planner.model_profile import LayerClass, Move, ShardedParameter, Sharding
 from planner.program import BatchFloat, BatchInt, Node, Program, Ref, Tensor, leaves, map_argument
-from planner.tp_rules import ENTERED, rewrite_node
+from planner.tp_rules import live_nodes, moves_after, rewrite_node, rewrite_output
 
 INDENT = "    "
 
@@ -37,7 +37,8 @@ def python_name(name: str) -> str:
 def tensor_parallel_name(call: LayerCall) -> str:
     """Return the name of the constant that holds a layer class's division."""
     assert call.sharding is not None
-    return f"{python_name(call.layer_class.name)}_tp{call.sharding.tp_degree}".upper()
+    way = call.sharding.name.removeprefix("tensor")
+    return f"{python_name(call.layer_class.name)}_tp{call.sharding.tp_degree}{way}".upper()
 
 
 def tensor_parallel_code(layer_class: LayerClass, sharding: Sharding, name: str) -> Iterator[str]:
@@ -51,33 +52,58 @@ def tensor_parallel_code(layer_class: LayerClass, sharding: Sharding, name: str)
     if layer_class.body is not None:
         yield f"{INDENT}forward={forward},"
     yield f"{INDENT}styles={{"
-    for module, style in sharding.styles.items():
-        yield f'{INDENT * 2}"{module}": {_style(module, style, sharding)},'
+    for module, style in _styles(sharding).items():
+        yield f'{INDENT * 2}"{module}": {style},'
     yield f"{INDENT}}},"
     if sharding.partial_gradients:
         yield f"{INDENT}partial_gradients={name_tuple(sharding.partial_gradients)},"
     yield ")"
 
 
+def _styles(sharding: Sharding) -> dict[str, str]:
+    """Return the style of every divided module as an expression; parameters read directly are slices of their owner."""
+    styles = {module: _style(module, style, sharding) for module, style in sharding.styles.items()}
+    slices: dict[str, list[str]] = {}
+    for name, cut in sharding.parameters.items():
+        owner, _, last = name.rpartition(".")
+        if owner not in styles:
+            slices.setdefault(owner, []).append(f'"{last}": ({cut.dim}, {_parts(cut)})')
+    return styles | {owner: f"Slices({{{', '.join(cuts)}}})" for owner, cuts in slices.items()}
+
+
+def _parts(cut: ShardedParameter | Move) -> str:
+    return _tuple(cut.sizes) if cut.sizes else str(cut.parts)
+
+
 def _style(module: str, style: str, sharding: Sharding) -> str:
     weight = sharding.parameters[f"{module}.weight" if module else "weight"]
+    options = [f"dim={weight.dim}"] if style != "vocabulary" else []
+    options += [f"parts={_parts(weight)}"] if weight.parts > 1 else []
     match style:
         case "column":
-            options = [f"dim={weight.dim}"]
-            options += [f"parts={weight.parts}"] if weight.parts > 1 else []
             options += ["gather=True"] if module in sharding.gather else []
             options += ["enters=True"] if not module else []
-            return f"Column({', '.join(options)})"
-        case "row":
-            return f"Row(dim={weight.dim})"
-    return "Vocabulary()"
+        case _:
+            options += ["reduce=False"] if module in sharding.unreduced else []
+    return f"{style.title()}({', '.join(options)})"
+
+
+def move_line(move: Move, source: str) -> str:
+    """Return the statement that makes a move: a call of a helper."""
+    helper = {"gather_entered": "gather_slices", "take_entered": "take_slice"}.get(move.kind, move.kind)
+    arguments = [source, "self.tp_group"]
+    if helper in ("scatter_sum", "gather_slices", "take_slice"):
+        arguments.append(str(move.dim))
+        arguments += [_parts(move)] if move.parts > 1 else []
+        arguments += ["entered=True"] if helper != move.kind else []
+    return f"{move.name} = {helper}({', '.join(arguments)})"
 
 
 def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, name: str) -> Iterator[str]:
     signature: tuple[tuple[str, Any], ...] = tuple(layer_class.signature)
     yield f"def {name}({', '.join(['self', *(parameter for parameter, _ in signature)])}):"
     yield f'{INDENT}"""{docstring_text(layer_class.module_class)}, divided over {sharding.tp_degree} GPUs."""'
-    nodes = [rewrite_node(node, sharding, enter=True) for node in _live(body)]
+    nodes = [rewrite_node(node, sharding) for node in live_nodes(body)]
     for parameter, value in signature:
         if not isinstance(value, Ref):
             for inner, path in value_paths(value, parameter):
@@ -92,37 +118,22 @@ def _forward_lines(layer_class: LayerClass, body: Program, sharding: Sharding, n
         dtype=dtype,
         batch=batch,
     )
-    needed = {inner for node in nodes for inner in node.reads()} | {
-        leaf.name for leaf in leaves(body.output) if isinstance(leaf, Ref)
+    output = rewrite_output(body.output, sharding)
+    needed = {inner for node in nodes for inner in node.reads()}
+    needed |= {
+        leaf.name for leaf in leaves((output, [move.source for move in sharding.moves])) if isinstance(leaf, Ref)
     }
-    lines: list[str] = []
-    for inner in body.inputs:
-        lines.extend(_enter_line(inner, sharding))
+    lines = [move_line(move, renderer.argument(move.source)) for move in moves_after(None, sharding)]
     for node in nodes:
-        statements = renderer.body([node], lambda value: value in needed or value in sharding.enter)
+        statements = renderer.body([node], lambda value: value in needed)
         if node.name in sharding.draws_apart:
             lines.append("with draws_apart(self.tp_group):")
             statements = (f"{INDENT}{line}" for line in statements)
         lines.extend(statements)
-        for written in node.writes():
-            lines.extend(_enter_line(written, sharding))
+        lines += [move_line(move, renderer.argument(move.source)) for move in moves_after(node.name, sharding)]
     for line in lines:
         yield f"{INDENT}{line}"
-    yield f"{INDENT}return {renderer.argument(body.output)}"
-
-
-def _enter_line(value: str, sharding: Sharding) -> list[str]:
-    return [f"{value}{ENTERED} = enter({value}, self.tp_group)"] if value in sharding.enter else []
-
-
-def _live(body: Program) -> list[Node]:
-    needed = {leaf.name for leaf in leaves(body.output) if isinstance(leaf, Ref)}
-    kept = []
-    for node in reversed(body.nodes):
-        if node.in_place or node.kind == "setitem" or any(name in needed for name in node.writes()):
-            kept.append(node)
-            needed.update(node.reads())
-    return kept[::-1]
+    yield f"{INDENT}return {renderer.argument(output)}"
 
 
 # -- stages ----------------------------------------------------------------------------------------------
@@ -317,11 +328,12 @@ def _value(transfer: Transfer, title: str, rows: int) -> str:
     return f"Value({', '.join(options)})"
 
 
-def input_value(name: str, tensor: Tensor, rows: int, key: str | None) -> str:
+def input_value(name: str, tensor: Tensor, rows: int, key: str | None, *, written: bool) -> str:
     """Return the expression that describes an input of the model to the runtime."""
     options = [f'"{name}"', f"shape={_tuple(tensor.sizes(rows))}"]
     options += [] if tensor.batch_dim == 0 else [f"batch_dim={tensor.batch_dim}"]
     options += [] if key is None else [f'key="{key}"']
+    options += ["written=True"] if written else []
     return f"Value({', '.join(options)})"
 
 

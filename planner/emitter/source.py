@@ -62,7 +62,7 @@ def tied_groups(profile: ModelProfile) -> list[tuple[str, ...]]:
 
     Where such a parameter lives on several stages, they sum its gradient.
     """
-    groups = [group for group in profile.tied if not profile.parameters[group[0]].buffer]
+    groups = list(profile.tied)
     known = {name for group in groups for name in group}
     alone = [shared.name for shared in shared_storages(profile) if shared.trainable and shared.name not in known]
     return [*groups, *((name,) for name in alone)]
@@ -90,8 +90,10 @@ def _generated(
     yield f"TIED = ({', '.join(written_groups)}{',' if len(written_groups) == 1 else ''})"
     yield "INPUTS = ("
     rows = plan.microbatch_size
+    written = {name for node in profile.program.nodes for name in node.changes()}
     for name in profile.program.inputs:
-        yield f"    {input_value(name, profile.program.tensors[name], rows, profile.input_keys.get(name))},"
+        tensor, key = profile.program.tensors[name], profile.input_keys.get(name)
+        yield f"    {input_value(name, tensor, rows, key, written=name in written)},"
     yield ")"
     dims = profile.target_dims
     yield f"TARGET_DIMS = ({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"

@@ -221,4 +221,9 @@ def _layer_call(plan: Plan, profile: ModelProfile, index: int, position: int) ->
                 f"layer {layer.name!r} has no sharding {name!r} for tp_degree {stage.tp_degree} in the profile",
                 hint=f"profile the model again with --tp {stage.tp_degree}",
             )
+    if layer.name in stage.recompute and profile.writes_its_input(position):
+        raise EmitError(
+            f"layer {layer.name!r} writes over its own input in place, so its forward can't be run again",
+            hint=f"take {layer.name} out of the recomputed layers, or solve again",
+        )
     return LayerCall(layer.name, layer.module, layer_class, sharding, layer.name in stage.recompute)

@@ -8,7 +8,6 @@ mode. Constants that change between recordings are what depends on those things;
 import copy
 import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +25,8 @@ from planner.profiler.fake import make_fake
 from planner.profiler.hidden import open_escaping
 from planner.profiler.meta_build import build_meta
 from planner.profiler.plain_tensors import emptied_caches
-from planner.profiler.recorder import Call, Recording, Unsupported, record
+from planner.profiler.recorder import Call, Recording, record
+from planner.profiler.state import Attributes, attributes_of, changed_since, set_state, state_of
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.profiler.whole import WholeRuns
 from planner.program import (
@@ -40,7 +40,6 @@ from planner.program import (
     Tensor,
     TrainingValue,
     leaves,
-    map_argument,
 )
 
 # Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple. What
@@ -57,7 +56,10 @@ _SAME_FOR_ALL_ROWS = (
 
 @dataclass(frozen=True)
 class Capture:
-    """A model's forward as calls, and the model on the meta device that was recorded."""
+    """A model's forward as calls, and the model on the meta device that was recorded.
+
+    Values of one number in `storages` share memory.
+    """
 
     model: nn.Module
     model_hash: str
@@ -69,6 +71,7 @@ class Capture:
     loss: Any
     tensors: dict[str, Tensor]
     updated_buffers: tuple[str, ...]
+    storages: dict[str, int]
     notes: tuple[str, ...]
 
 
@@ -111,11 +114,24 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _record_once(
-    file: ModelFile, meta: nn.Module, rows: int, dtype: torch.dtype | None, *, training: bool, all_floats: bool
+    file: ModelFile,
+    meta: nn.Module,
+    rows: int,
+    dtype: torch.dtype | None,
+    *,
+    training: bool,
+    all_floats: bool,
+    state: Attributes | None = None,
 ) -> Recording:
-    """Return one recording of the model on fake tensors; `all_floats` gives buffers the dtype too."""
+    """Return one recording of the model on fake tensors; `all_floats` gives buffers the dtype too.
+
+    `state` are plain attributes as an earlier forward left them.
+    """
     with _attributes_kept(meta), emptied_caches(meta) as empty_caches:
-        return _record(file, meta, rows, dtype, empty_caches, training=training, all_floats=all_floats)
+        before = attributes_of(meta)
+        options = {"training": training, "all_floats": all_floats}
+        recording = _record(file, meta, rows, dtype, empty_caches, state or {}, **options)
+        return replace(recording, kept=changed_since(meta, before))
 
 
 def _record(
@@ -124,6 +140,7 @@ def _record(
     rows: int,
     dtype: torch.dtype | None,
     empty_caches: Callable[[], None],
+    state: Attributes,
     *,
     training: bool,
     all_floats: bool,
@@ -153,7 +170,8 @@ def _record(
             named = input_tensors(meta, args, kwargs)
             targets = dict(named_tensors({"target": target}))
             whole = WholeRuns(originals, _containers_of_blocks(meta))
-            return record(meta, args, kwargs, named, targets, loss, whole, empty_caches=empty_caches)
+            begin = partial(set_state, meta, state)
+            return record(meta, args, kwargs, named, targets, loss, whole, begin, empty_caches=empty_caches)
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
@@ -176,8 +194,7 @@ def _containers_of_blocks(model: nn.Module) -> frozenset[str]:
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Give modules back everything they had, parameters too: a forward may keep values on them, here fake ones."""
     before = [(module, dict(vars(module))) for module in model.modules()]
-    kinds = (list, dict, OrderedDict)
-    listed = [(value, copy.copy(value)) for _, kept in before for value in kept.values() if type(value) in kinds]
+    listed = [(value, copy.copy(value)) for _, kept in before for value in kept.values() if type(value) in (list, dict)]
     try:
         yield
     finally:
@@ -216,6 +233,27 @@ def _check_rows(file: ModelFile, model: nn.Module) -> None:
             )
 
 
+def _check_stateless(
+    file: ModelFile, meta: nn.Module, dtype: torch.dtype | None, base: Recording, state: Attributes
+) -> None:
+    """Raise CaptureError where a forward reads what an earlier one left on the modules: it is another forward then."""
+    listed = ", ".join(".".join(part for part in key if part) for key in list(state)[:3])
+    what = f"kept from one forward for the next outside of buffers ({listed}{' and others' if len(state) > 3 else ''})"
+    hint = "register what a forward keeps for the next as a buffer, and write it in place; or don't read it there"
+    try:
+        again = _record_once(file, meta, _ROWS[0], dtype, training=True, all_floats=False, state=state)
+        _merge(base, again, _same_leaf)
+    except CaptureError as error:
+        raise CaptureError(f"{error.message}\nin a second forward, because of what is {what}", hint=hint) from error
+    except _StructureDiffersError as error:
+        raise CaptureError(f"{error.location}: {error.what} in a second forward differs: {what}", hint=hint) from None
+
+
+def _same_leaf(base: Any, other: Any) -> Any:
+    """Refuse any difference between two recordings of the same."""
+    raise _StructureDiffersError(f"the constant {base!r} (then {other!r})", "")
+
+
 def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     """Return the model's forward as calls; CaptureError names the statement that can't be recorded.
 
@@ -225,8 +263,10 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     _check_rows(file, meta)
     first, second = _ROWS
     base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
+    if state := state_of(base, dict(meta.named_parameters(remove_duplicate=False))):
+        _check_stateless(file, meta, dtype, base, state)
     open_escaping(base.calls, (*base.inputs.values(), *base.targets.values()), (base.output, base.loss))
-    notes = [f"{line}: a check of values, which a plan does not make" for line in base.checks]
+    notes: list[str] = []
 
     # What is spelled out has to be no draw: then the model is built a second time for the second recording.
     other = user.build(file, build_meta) if base.constants else meta
@@ -283,24 +323,13 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         targets=base.targets,
         calls=tuple(merged.calls),
         loss_calls=tuple(merged.loss_calls),
-        output=_returned(merged.output, notes),
+        output=merged.output,
         loss=merged.loss,
         tensors=tensors,
         updated_buffers=base.updated_buffers,
+        storages={str(number): int(t.untyped_storage()._cdata) for number, t in base.tensors.items()},
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _returned(output: Any, notes: list[str]) -> Any:
-    """Return the output with a text for what no plan can return (a cache), so that the rest keeps its place."""
-
-    def change(leaf: Any) -> Any:
-        if not isinstance(leaf, Unsupported):
-            return leaf
-        notes.append(f"the model's output holds a {leaf.description}, which a plan can't return: a text stands for it")
-        return f"<{leaf.description}>"
-
-    return map_argument(output, change)
 
 
 def _check_constants(base: Recording, other: Recording) -> None:

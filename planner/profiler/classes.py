@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,10 +11,10 @@ from planner.model_profile import Sharding
 from planner.profiler.blocks import hidden_inputs, open_calls
 from planner.profiler.capture import Capture
 from planner.profiler.layers import build_program
-from planner.profiler.plain_tensors import constants
+from planner.profiler.plain_tensors import plain_tensors
 from planner.profiler.recorder import Call
 from planner.program import ParamRef, Program, Ref, Tensor, leaves, map_argument
-from planner.tp_rules import ModuleInfo, find_shardings, standalone_sharding
+from planner.tp_rules import LayerBody, ModuleInfo, TpRule, find_shardings, layer_rules, standalone_sharding
 
 # torch's own modules that map every element by itself, by their documentation.
 _ELEMENTWISE = (
@@ -47,9 +47,10 @@ def open_class(capture: Capture, call: Call) -> OpenedClass:
     """Return the opened body of the layer class that a module call stands for."""
     module = capture.model.get_submodule(call.target)
     shapes = {
-        name: tuple(tensor.shape)
-        for name, tensor in (*module.named_parameters(remove_duplicate=False), *constants(module).items())
+        name: tuple(p.shape)
+        for name, p in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     }
+    call = _opened_leaves(capture.model, call)
     if call.leaf:
         return OpenedClass(None, (), {"": _module_info(capture, call, module)}, shapes)
     call = _pass_parameters(_localized(capture.model, call))
@@ -104,6 +105,26 @@ def _localized(model: nn.Module, call: Call) -> Call:
     return replace(changed(call), target=call.target)
 
 
+def _opened_leaves(model: nn.Module, call: Call) -> Call:
+    """Return a call in which modules without submodules are opened where they read matrices of their own.
+
+    Such weights can be divided as those of linear layers; what torch itself or a library makes a layer of stays one.
+    """
+    body = [_opened_leaves(model, inner) for inner in call.body]
+    if call.kind != "module" or not call.leaf:
+        return replace(call, body=body)
+    module = model.get_submodule(call.target)
+    is_known = _kind_of(module) is not None or type(module).__module__.startswith("torch.")
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    opaque = any(inner.opaque for inner in call.body)
+    read = {
+        leaf.name for inner in call.body for leaf in leaves((inner.args, inner.kwargs)) if isinstance(leaf, ParamRef)
+    }
+    own = {name: param.dim() for name, param in module.named_parameters(recurse=False)}
+    matrices = [name for name, dims in own.items() if dims > 1 and f"{call.target}.{name}" in read]
+    return replace(call, body=body, leaf=is_known or hooked or opaque or not matrices)
+
+
 def _pass_parameters(call: Call) -> Call:
     """Return a call whose body reads parameters of other modules as values: they are among its arguments."""
     prefix = f"{call.target}."
@@ -126,8 +147,9 @@ def _pass_parameters(call: Call) -> Call:
 def _foreign_tensors(model: nn.Module, inputs: dict[str, str]) -> dict[str, Tensor]:
     """Return what is known of the parameters among a block's arguments."""
     found = {
+        **plain_tensors(model),
         **dict(model.named_parameters(remove_duplicate=False)),
-        **constants(model),
+        **dict(model.named_buffers(remove_duplicate=False)),
     }
     return {
         name: Tensor(
@@ -163,26 +185,29 @@ def _input_names(signature: tuple[tuple[str, Any], ...]) -> dict[str, str]:
     return names
 
 
+def _kind_of(module: nn.Module) -> Literal["linear", "embedding"] | None:
+    """Return which of those that can be divided a module is; None for others, and for what changes its forward."""
+    if isinstance(module, nn.Linear):
+        return "linear" if type(module).forward is nn.Linear.forward else None
+    if isinstance(module, nn.Embedding):
+        plain = module.max_norm is None and not (module.sparse or module.scale_grad_by_freq)
+        return "embedding" if plain and type(module).forward is nn.Embedding.forward else None
+    # Hugging Face's: y = x @ weight + bias, weight [in, out]
+    return "linear" if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
+
+
 def _module_info(capture: Capture, call: Call, module: nn.Module) -> ModuleInfo:
     parameters = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    if "weight" not in parameters and isinstance(module, nn.Linear | nn.Embedding):  # computed, as by weight_norm
+    kind = _kind_of(module)
+    if kind is not None and "weight" not in parameters:  # computed, as by weight_norm
         return ModuleInfo(kind="opaque", parameters=parameters, num_bytes=num_bytes)
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return ModuleInfo(kind="linear", parameters=parameters, num_bytes=num_bytes)
-    if (
-        isinstance(module, nn.Embedding)
-        and module.max_norm is None
-        and not module.sparse
-        and type(module).forward is nn.Embedding.forward
-    ):
-        return ModuleInfo(kind="embedding", parameters=parameters, num_bytes=num_bytes)
-    if type(module).__name__ == "Conv1D" and hasattr(
-        module, "nf"
-    ):  # Hugging Face's: y = x @ weight + bias, weight [in, out]
-        return ModuleInfo(kind="linear", parameters=parameters, num_bytes=num_bytes, weight_out_dim=1)
+    if kind is not None:
+        out_dim = 1 if kind == "linear" and not isinstance(module, nn.Linear) else 0
+        return ModuleInfo(kind=kind, parameters=parameters, num_bytes=num_bytes, weight_out_dim=out_dim)
     if isinstance(module, _ELEMENTWISE):
-        return ModuleInfo(kind="elementwise", parameters=parameters, num_bytes=num_bytes)
+        additive = isinstance(module, nn.Dropout | nn.Identity)
+        return ModuleInfo(kind="elementwise", parameters=parameters, num_bytes=num_bytes, additive=additive)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return ModuleInfo(
             kind="normalization",
@@ -195,18 +220,51 @@ def _module_info(capture: Capture, call: Call, module: nn.Module) -> ModuleInfo:
         refs = list(dict.fromkeys(leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)))
         inputs = {number: f"input_{position}" for position, number in enumerate(refs)}
         body = build_program(call.body, inputs, call.result, capture.tensors, relative_to=call.target)
-        kept = {name: tuple(tensor.shape) for name, tensor in constants(module).items()}
-        return ModuleInfo(kind="recorded", parameters=parameters, num_bytes=num_bytes, body=body, constants=kept)
+        return ModuleInfo(kind="recorded", parameters=parameters, num_bytes=num_bytes, body=body)
     if call.leaf and not parameters and not call.body:
         return ModuleInfo(kind="elementwise" if isinstance(module, nn.Identity) else "opaque", parameters=parameters)
     return ModuleInfo(kind="opaque", parameters=parameters, num_bytes=num_bytes)
 
 
-def shardings_of(capture: Capture, call: Call, opened: OpenedClass, degree: int) -> tuple[Sharding, ...]:
-    """Return the ways to divide a layer class over `degree` ranks, best first; empty where nothing divides."""
+def shardings_of(
+    capture: Capture,
+    call: Call,
+    opened: OpenedClass,
+    degree: int,
+    *,
+    rules: tuple[TpRule, ...] = (),
+    kept_whole: frozenset[str] = frozenset(),
+) -> tuple[Sharding, ...]:
+    """Return the ways to divide a layer class over `degree` ranks, best first; empty where nothing divides.
+
+    `rules` are the user's; `kept_whole` names parameters that are read beside the layer. A UsageError names a rule
+    that can't be followed.
+    """
+    layer = layer_body(capture, call, opened, kept_whole)
+    asked = layer_rules(layer, call.target, rules)
     if opened.body is not None:
-        return find_shardings(opened.body, opened.modules, opened.parameter_shapes, degree)
+        return find_shardings(layer, degree, asked)
     inputs = tuple(capture.tensors[leaf.name] for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref))
-    if not isinstance(call.result, Ref):
+    if not isinstance(call.result, Ref) or kept_whole:
         return ()
-    return standalone_sharding(opened.modules[""], inputs, capture.tensors[call.result.name], degree)
+    return standalone_sharding(opened.modules[""], inputs, capture.tensors[call.result.name], degree, asked)
+
+
+def layer_body(
+    capture: Capture, call: Call, opened: OpenedClass, kept_whole: frozenset[str] = frozenset()
+) -> LayerBody:
+    """Return a layer as the tensor-parallel rules see it."""
+    module = capture.model.get_submodule(call.target)
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    empty = Program(inputs=(), nodes=(), output=None, tensors={})
+    return LayerBody(
+        body=opened.body or empty,
+        modules=opened.modules,
+        parameter_shapes=opened.parameter_shapes,
+        trainable=frozenset(n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad),
+        buffers=frozenset(name for name, _ in module.named_buffers(remove_duplicate=False)),
+        tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
+        kept_whole=kept_whole,
+    )

@@ -20,33 +20,39 @@ from planner.tp_rules import ModuleInfo
 
 _VIEWS = {"view", "reshape", "unflatten"}
 _PARTS = {"chunk", "split", "tensor_split", "unbind", "split_with_sizes"}
-_MAX_PARTS = 4  # of a fused projection that is viewed as (..., parts, heads, head size)
+_MAX_PARTS = 3  # of a fused projection that is viewed as (..., parts, heads, head size), or with the two turned
 _HEADS_NAME = re.compile(r"heads?(_kv|_q)?$|^n_?heads?|^num_.*heads$")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads that a linear layer's output is viewed as."""
+    """The heads that a linear layer's output is viewed as, and the dimensions they may be told from."""
 
     module: str
     count: int
+    dims: tuple[int, ...]
+
+    def divide_by(self, degree: int) -> bool:
+        """Return whether a degree divides the heads: one head alone is shared, and may stay whole."""
+        return self.count == 1 or any(dim % degree == 0 for dim in self.dims)
 
 
 def find_heads(opened: OpenedClass) -> tuple[Heads, ...]:
     """Return the heads of every linear layer of a class whose output is viewed by heads, in the order of the calls."""
     body = opened.body
-    found: dict[str, Heads] = {}
+    found: dict[Heads, None] = {}
     for node in body.nodes if body is not None else ():
         info = opened.modules.get(node.target) if node.kind == "module" else None
         if body is None or info is None or info.kind != "linear":
             continue
-        for count in _viewed_heads(body, list(node.writes())):
-            found.setdefault(node.target, Heads(node.target, count))
-    return tuple(found.values())
+        for dims in _viewed_heads(body, list(node.writes())):
+            several = [dim for dim in dims if dim > _MAX_PARTS]
+            found[Heads(node.target, several[0] if several else dims[0], dims)] = None
+    return tuple(found)
 
 
-def _viewed_heads(body: Program, values: list[str]) -> Iterator[int]:
-    """Yield the number of heads of every view of the values, or of the parts they are taken into."""
+def _viewed_heads(body: Program, values: list[str]) -> Iterator[tuple[int, ...]]:
+    """Yield the dimensions before the head size of every view of the values, or of the parts they are taken into."""
     followed = set(values)
     for node in body.nodes:
         if node.kind == "module" or not followed & set(node.reads()):
@@ -58,8 +64,8 @@ def _viewed_heads(body: Program, values: list[str]) -> Iterator[int]:
             yield from _heads_of_view(body, node)
 
 
-def _heads_of_view(body: Program, node: Node) -> Iterator[int]:
-    """Yield the heads where a view takes the last dimension apart: (heads, size), or (parts, heads, size)."""
+def _heads_of_view(body: Program, node: Node) -> Iterator[tuple[int, ...]]:
+    """Yield the dimensions that a view takes the last one apart into, but for the last of them, the head size."""
     source = next((leaf for leaf in leaves(node.args) if isinstance(leaf, Ref)), None)
     writes = list(node.writes())
     if source is None or len(writes) != 1:
@@ -72,14 +78,13 @@ def _heads_of_view(body: Program, node: Node) -> Iterator[int]:
         taken.insert(0, size)
     if len(taken) < 2 or math.prod(taken) != last:
         return
-    is_fused = len(taken) > 2 and taken[0] <= _MAX_PARTS
-    yield taken[1] if is_fused else taken[0]
+    yield tuple(taken[:-1])
 
 
 def forbidden_at(opened: OpenedClass, degree: int, model: nn.Module, module: str) -> WholeAt | None:
     """Return why no plan may divide a class, whose first layer is `module`, over a degree; None where one may."""
     for heads in find_heads(opened):
-        if heads.count > 1 and heads.count % degree:
+        if not heads.divide_by(degree):
             where = f"{module}.{heads.module}" if module else heads.module
             named = _configured(model, where, heads.count)
             shown = f"{heads.count} heads" + (f" ({named})" if named else "")

@@ -23,7 +23,7 @@ def compare_with_tp_plan(model: nn.Module, module: str, sharding: Sharding) -> l
         if expected is not None and inferred != expected:
             notes.append(
                 f"{full}: the model's tp_plan divides it by {expected}, the rules by {inferred or 'nothing'} "
-                f"at tp_degree {sharding.tp_degree}: {sharding.replicated.get(name, 'the rules are used')}"
+                f"at tp_degree {sharding.tp_degree}: {sharding.replicated.get(f'{name}.weight', 'the rules are used')}"
             )
     return notes
 

@@ -31,6 +31,11 @@ _RESERVED = {
     "dtype",
     "dist",
     "enter",
+    "sum_ranks",
+    "scatter_sum",
+    "gather_slices",
+    "take_slice",
+    "on_first",
     "recompute",
     "named_tuple",
     "Output",
@@ -124,6 +129,7 @@ def build_program(
                     kwargs=kwargs,
                     result=result,
                     in_place=call.in_place,
+                    written=tuple(named[ref.name] for ref in call.written if ref.name in named),
                     no_grad=call.no_grad,
                     random=call.random,
                 )
@@ -163,9 +169,12 @@ def input_only_values(program: Program, model: nn.Module, whole: Container[str] 
     Every stage that reads such a value makes it anew, so none is sent. Writes in place disqualify what they write.
     """
     derived = set(program.inputs)
+    changed_inputs: set[str] = set()  # what is computed from one after that is the work of one layer
     for node in program.nodes:
-        if node.target not in whole and _is_pure(node, model) and all(name in derived for name in node.reads()):
+        made_anew = all(name in derived and name not in changed_inputs for name in node.reads())
+        if node.target not in whole and _is_pure(node, model) and made_anew:
             derived.update(node.writes())
+        changed_inputs.update(name for name in node.changes() if name in program.inputs)
     for node in program.nodes:
         if node.in_place:
             derived.difference_update(name for name in (*node.writes(), *node.reads()) if name not in program.inputs)
@@ -276,7 +285,7 @@ def make_edges(program: Program, segments: list[Segment], derived: frozenset[str
                 continue
             if last_writer[name] != layer:
                 consumers.setdefault((name, last_writer[name]), []).append(layer)
-        for name in node.writes():
+        for name in (*node.writes(), *node.written):
             last_writer[name] = layer
     final = len(segments) - 1
     for leaf in leaves(program.output):

@@ -86,9 +86,12 @@ def batch_norm_notes(model: nn.Module) -> list[str]:
 
 
 def hint_notes(captured: Capture, divided: Iterable[tuple[str, Iterable[Sharding]]]) -> list[str]:
-    """Return notes on where the rules differ from the model's own plan; `divided` are layers and their shardings."""
+    """Return notes on where the rules differ from the model's own plan; `divided` are layers and their shardings.
+
+    Of the candidates of a degree the first is compared, which divides the most.
+    """
     notes: dict[str, None] = {}
     for module, shardings in divided:
-        for sharding in shardings:
+        for sharding in {sharding.tp_degree: sharding for sharding in reversed(list(shardings))}.values():
             notes.update(dict.fromkeys(compare_with_tp_plan(captured.model, module, sharding)))
     return list(notes)

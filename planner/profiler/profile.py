@@ -24,6 +24,7 @@ from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
 from planner.profiler.execute import Target, outside_results, run_derived
 from planner.profiler.fake import model_dtype
 from planner.profiler.hidden import called_whole
+from planner.profiler.in_place import check_in_place
 from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import (
     Segment,
@@ -42,8 +43,10 @@ from planner.profiler.recorder import Call
 from planner.profiler.segment import SegmentRunner
 from planner.profiler.segments import divided_nodes
 from planner.profiler.torch_internals import FakeTensorMode, check_torch
+from planner.profiler.tp_rules import applied_rules, check_applied, rules_inside
 from planner.program import Program
 from planner.shrink import Shrink, shrink_model_file
+from planner.tp_rules import TpRule
 
 Progress = Callable[[str, int, int], None]
 
@@ -78,11 +81,13 @@ def profile_model(
     blocks: tuple[str, ...] = (),
     shrink: Shrink | None = None,
     refuse_degrees: bool = False,
+    tp_rules: tuple[TpRule, ...] = (),
     progress: Progress = lambda text, done, total: None,
 ) -> ModelProfile:
     """Return the profile of the model in a file; measured on `device`, or computed for the GPU type `gpu`.
 
-    `blocks` names the containers whose members are the layers; `shrink` profiles a smaller twin of the model.
+    `blocks` names the containers whose members are the layers; `shrink` profiles a smaller twin of the model;
+    `tp_rules` say how named parts are divided over tensor-parallel ranks (UsageError where one can't be followed).
     With `refuse_degrees` a degree that does not divide the model's heads is a UsageError, else it is noted only.
     CaptureError names the statement that can't be recorded, ProfileError the layer that can't be run.
     """
@@ -108,8 +113,9 @@ def profile_model(
     whole = called_whole(captured.calls)
     derived = input_only_values(program, captured.model, whole)
     segments = divide(program, captured.model, derived)
+    check_in_place(calls, captured.output, named, captured.storages, segments)
     degrees = tp_degrees or (COMPUTED_TP_DEGREES if gpu_type else MEASURED_TP_DEGREES)
-    classes, names = _classes(captured, calls, program, segments, len(with_loss.nodes), degrees)
+    classes, names = _classes(captured, calls, program, segments, len(with_loss.nodes), degrees, tp_rules)
     if refuse_degrees:
         check_degrees(degrees, [(item.name, item.opened, item.whole) for item in classes])
     sizes = tuple(sorted(microbatch_sizes or (COMPUTED_MICROBATCH_SIZES if gpu_type else MEASURED_MICROBATCH_SIZES)))
@@ -120,7 +126,9 @@ def profile_model(
     parameters, tied = _parameters(captured.model, with_loss)
     return ModelProfile(
         name=file.path.stem if file.path.stem != "config" else file.path.parent.name,
-        provenance=_provenance(file, captured, model_spec, device_name, gpu, pricer.dtype),
+        provenance=_provenance(file, captured, model_spec, device_name, gpu, pricer.dtype).replace(
+            tp_rules=tuple(map(str, tp_rules))
+        ),
         param_count=sum(p.numel() for p in captured.model.parameters()),
         trainable_param_count=sum(p.numel() for p in captured.model.parameters() if p.requires_grad),
         forward_flops_per_row=sum(flops[name] for name in names),
@@ -164,16 +172,25 @@ def profile_model(
 
 
 def _classes(
-    captured: Capture, calls: list[Call], program: Program, segments: list[Segment], end: int, degrees: tuple[int, ...]
+    captured: Capture,
+    calls: list[Call],
+    program: Program,
+    segments: list[Segment],
+    end: int,
+    degrees: tuple[int, ...],
+    rules: tuple[TpRule, ...],
 ) -> tuple[list[_Class], list[str]]:
     """Return the layer classes in order of first appearance, and the class of every layer."""
     keys = ClassKeys(captured)
     known: dict[tuple[Any, ...], _Class] = {}
     taken: dict[str, int] = {}
     names: list[str] = []
+    applied: set[TpRule] = set()
     for segment in segments:
         stop = end if segment is segments[-1] else segment.stop
-        key = (keys.describe(calls[segment.start : segment.stop], segment.module), segment is segments[-1])
+        styles = rules_inside(captured.model.get_submodule(segment.module), segment.module, rules)
+        described = keys.describe(calls[segment.start : segment.stop], segment.module)
+        key = (described, segment is segments[-1], styles)
         if key not in known:
             position = next(
                 i
@@ -191,14 +208,18 @@ def _classes(
                 sharding
                 for degree, forbidden in zip(divided, found, strict=True)
                 if forbidden is None
-                for sharding in shardings_of(captured, calls[position], opened, degree)
-                if not read & set(sharding.parameters)
+                for sharding in shardings_of(
+                    captured, calls[position], opened, degree, rules=rules, kept_whole=frozenset(read)
+                )
             )
             usable = {sharding.tp_degree for sharding in shardings} | {item.tp_degree for item in whole}
             whole += [undivided_at(opened, degree) for degree in divided if degree not in usable]
             name = base if taken[base] == 1 else f"{base}_{taken[base]}"
             known[key] = _Class(name, segment, stop, calls[position], opened, shardings, tuple(whole))
         names.append(known[key].name)
+    for item in known.values():
+        applied |= applied_rules(captured, item.call, item.opened, rules)
+    check_applied(rules, applied, captured.model)
     return list(known.values()), names
 
 

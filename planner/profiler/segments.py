@@ -1,13 +1,13 @@
 """Lays out the nodes to run for one layer: as it is, or as one rank of a tensor-parallel group has it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from planner.model_profile import Sharding
+from planner.model_profile import Move, Sharding
 from planner.profiler.classes import OpenedClass
 from planner.profiler.layers import Segment
 from planner.program import Node, ParamRef, Program, Ref, leaves, map_argument
-from planner.tp_rules import rewrite_node
+from planner.tp_rules import moves_after, rewrite_node, rewrite_output
 
 _INNER = "inner_"
 
@@ -17,8 +17,8 @@ def divided_nodes(
 ) -> tuple[Node, ...]:
     """Return nodes [start, stop) of a layer as one rank runs them; communication is left out, it is priced elsewhere.
 
-    The module's call is replaced by its rewritten body. A divided embedding looks up indices of the local range, and a
-    gathered output is put together from copies, so that what follows has the sizes it really has.
+    The module's call is replaced by its rewritten body. A divided embedding looks up indices of the local range, a
+    gathered value is put together from copies and a slice is cut off, so that what follows has the sizes it really has.
     """
     nodes: list[Node] = []
     for node in program.nodes[segment.start : stop]:
@@ -35,17 +35,22 @@ def _divided_call(call: Node, segment: Segment, opened: OpenedClass, sharding: S
         return
     outer = dict(zip(_signature_refs(opened), _call_refs(call, segment.module), strict=True))
     results = [leaf.name for leaf in leaves(call.result) if isinstance(leaf, Ref)]
-    inner_results = [leaf.name for leaf in leaves(opened.body.output) if isinstance(leaf, Ref)]
+    output = rewrite_output(opened.body.output, sharding)
+    inner_results = [leaf for leaf in leaves(output) if isinstance(leaf, Ref)]
+    same = {move.name: move.source for move in sharding.moves if move.kind in _SAME_SIZE}
 
     def rename(leaf: Any) -> Any:
+        while isinstance(leaf, Ref) and leaf.name in same:
+            leaf = same[leaf.name]
         if isinstance(leaf, Ref):
             return outer.get(leaf.name, Ref(f"{_INNER}{leaf.name}"))
         if isinstance(leaf, ParamRef):
             return ParamRef(f"{segment.module}.{leaf.name}")
         return leaf
 
+    yield from _moved(moves_after(None, sharding), opened, sharding, rename)
     for node in opened.body.nodes:
-        changed = rewrite_node(node, sharding, enter=False)
+        changed = rewrite_node(node, sharding)
         moved = changed.model_copy(
             update={
                 "name": f"{_INNER}{changed.name}",
@@ -59,10 +64,43 @@ def _divided_call(call: Node, segment: Segment, opened: OpenedClass, sharding: S
             yield from _divided_leaf(moved.model_copy(update={"target": target}), target, node.target, opened, sharding)
         else:
             yield moved
+        yield from _moved(moves_after(node.name, sharding), opened, sharding, rename)
     for name, inner in zip(results, inner_results, strict=True):
-        source = outer.get(inner, Ref(f"{_INNER}{inner}"))
+        source = rename(inner)
         if source != Ref(name):
             yield Node(name=name, kind="method", target="view_as", args=(source, source), result=Ref(name))
+
+
+# Moves whose result is as large as their source.
+_SAME_SIZE = ("enter", "sum_ranks", "on_first")
+
+
+def _moved(
+    moves: Iterable[Move], opened: OpenedClass, sharding: Sharding, rename: Callable[[Any], Any]
+) -> Iterator[Node]:
+    """Yield nodes that stand for moves: copies side by side for what is gathered, a slice for what is scattered."""
+    for move in moves:
+        if move.kind in _SAME_SIZE:
+            continue
+        source, result = rename(move.source), Ref(f"{_INNER}{move.name}")
+        if move.kind in ("gather_slices", "gather_entered"):
+            copies = (source,) * sharding.tp_degree
+            yield Node(name=result.name, kind="function", target="torch.cat", args=(copies, move.dim), result=result)
+            continue
+        size = _whole_shape(move.source, opened, sharding)[move.dim] // sharding.tp_degree
+        args = (source, move.dim, 0, size)
+        yield Node(name=result.name, kind="method", target="narrow", args=args, result=result)
+
+
+def _whole_shape(source: Any, opened: OpenedClass, sharding: Sharding) -> tuple[Any, ...]:
+    """Return the whole shape of what a move starts from; moves change no whole shape."""
+    assert opened.body is not None
+    by_name = {move.name: move for move in sharding.moves}
+    while source.name in by_name and isinstance(source, Ref):
+        source = by_name[source.name].source
+    if isinstance(source, ParamRef):
+        return opened.parameter_shapes[source.name]
+    return opened.body.tensors[source.name].shape
 
 
 def _divided_leaf(call: Node, target: str, relative: str, opened: OpenedClass, sharding: Sharding) -> Iterable[Node]:

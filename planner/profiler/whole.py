@@ -53,7 +53,7 @@ class WholeRuns:
             raise CannotRunError("what it returns has another shape for other data")
         for owner, key in changed:
             setattr(module.get_submodule(owner), key, torch.empty(()))
-        return _map(first, lambda found: found if isinstance(found, FakeTensor) else _fake_like(found))
+        return map_tensors(first, lambda found: found if isinstance(found, FakeTensor) else _fake_like(found))
 
     def _run_once(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
@@ -69,10 +69,10 @@ class WholeRuns:
                 given[id(tensor)] = (tensor, self._real(tensor, generator))
             return given[id(tensor)][1]
 
-        filled, named = _map(args, make), _map(kwargs, make)
+        filled, named = map_tensors(args, make), map_tensors(kwargs, make)
         lengths = [len(value) for value in _containers((filled, named))]
         versions = [value._version for _, value in given.values()]
-        before = {owner: _plain(vars(inner)) for owner, inner in real.named_modules()}
+        before = {owner: plain_attributes(vars(inner)) for owner, inner in real.named_modules()}
         result = real(*filled, **named)
         if [value._version for _, value in given.values()] != versions:
             raise CannotRunError("it writes into its arguments")
@@ -82,10 +82,10 @@ class WholeRuns:
             (owner, key)
             for owner, inner in real.named_modules()
             for key, value in vars(inner).items()
-            if not key.startswith("_") and not _same(before[owner].get(key), value)
+            if not key.startswith("_") and not same(before[owner].get(key), value)
         ]
         back = {id(value): tensor for tensor, value in given.values()}
-        return _map(result, lambda found: back.get(id(found), found)), changed
+        return map_tensors(result, lambda found: back.get(id(found), found)), changed
 
     def _copy(self, module: nn.Module, generator: torch.Generator) -> nn.Module:
         memo: dict[int, Any] = {}
@@ -127,27 +127,27 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def _form(value: Any) -> Any:
     """Return a structure with tensors replaced by what is known of them."""
-    return _map(value, lambda found: (tuple(found.shape), found.dtype, found.requires_grad))
+    return map_tensors(value, lambda found: (tuple(found.shape), found.dtype, found.requires_grad))
 
 
-def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return a structure of tuples, lists, dicts and dataclasses with `change` applied to its tensors."""
     match value:
         case torch.Tensor():
             return change(value)
         case tuple() if hasattr(value, "_fields"):
-            return type(value)(*(_map(item, change) for item in value))
+            return type(value)(*(map_tensors(item, change) for item in value))
         case tuple() | list():
-            return type(value)(_map(item, change) for item in value)
+            return type(value)(map_tensors(item, change) for item in value)
         case dict():
             changed = copy.copy(value)
             for key, item in value.items():
-                changed[key] = _map(item, change)
+                changed[key] = map_tensors(item, change)
             return changed
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         changed = copy.copy(value)
         for key in value.__dataclass_fields__:
-            object.__setattr__(changed, key, _map(getattr(value, key), change))
+            object.__setattr__(changed, key, map_tensors(getattr(value, key), change))
         return changed
     return value
 
@@ -160,13 +160,14 @@ def _containers(value: Any) -> Iterator[Any]:
             yield from _containers(item)
 
 
-def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes, with lists and dicts copied: they may be added to."""
     return {key: copy.copy(value) if type(value) in (list, dict) else value for key, value in attributes.items()}
 
 
-def _same(before: Any, after: Any) -> bool:
+def same(before: Any, after: Any) -> bool:
+    """Return whether an attribute still is what it was; lists and dicts are compared by their items."""
     if type(after) in (list, dict):
         items = (before, after) if isinstance(after, list) else (list(before or ()), list(after))
-        return type(before) is type(after) and len(before) == len(after) and all(map(_same, *items))
+        return type(before) is type(after) and len(before) == len(after) and all(map(same, *items))
     return before is after or (isinstance(after, bool | int | float | str) and before == after)

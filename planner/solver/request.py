@@ -24,10 +24,10 @@ class SolveRequest:
     """The problem: GPUs, the optimizer step, and constraints as (key, value) texts.
 
     Keys: pp_degree, tp_degree, dp_degree, microbatch_size, num_microbatches, schedule, data_parallel,
-    recompute ('none', 'all', or layers separated by commas), cuts (the first layer of every stage but the first),
-    stage:LAYER (the index of the stage that holds the layer). An exclusion rules its value out; `recompute` and `cuts`
-    then rule out every layer named. `theoretical` lifts tp_degree <= GPUs per node and
-    what parameters of shape () rule out.
+    recompute ('none', 'all' that can be, or layers separated by commas), cuts (the first layers of all stages but the
+    first), stage:LAYER (the index of the stage that holds the layer). An exclusion rules its value out; `recompute` and
+    `cuts` then rule out every layer named. `theoretical` lifts tp_degree <= GPUs per node and what parameters of shape
+    () rule out.
     """
 
     num_gpus: int
@@ -132,7 +132,16 @@ def read_pins(pairs: Sequence[Pair], profile: ModelProfile, option: str) -> Pins
             recompute = "none" if value == "none" else "all"
         elif key == "recompute":
             recompute = "named"
-            recomputed |= {_layer(profile, name.strip(), what) for name in value.split(",")}
+            named = {_layer(profile, name.strip(), what) for name in value.split(",")}
+            written = [layer for layer in sorted(named) if profile.writes_its_input(layer)]
+            if written and option == "--pin":
+                name = profile.layers[written[0]].name
+                raise UsageError(
+                    f"{what} names layer {name!r}, which writes over its own input in place: "
+                    "its forward can't be run again",
+                    hint="leave it out of the list, or use no in-place operation on the layer's input",
+                )
+            recomputed |= named
         elif key == "cuts":
             names = [name.strip() for name in value.split(",")]
             indices = [_layer(profile, name, what) for name in names]

@@ -12,6 +12,7 @@ Constraints have names, which an infeasible problem quotes:
     node          tp_degree <= GPUs of a node
     warm-up       num_microbatches >= pp_degree for 1f1b, unless num_microbatches is pinned: fewer leave stages idle
     buffers       layers that read a buffer that forward updates are on one stage
+    in place      a layer that writes over its own input is not recomputed: its input is gone
     pins          what people fixed or excluded
 """
 
@@ -151,6 +152,9 @@ class Space:
             allowed = {False, True}
             if pins.recompute == "none" or exclusions.recompute == "all" or index in exclusions.recomputed:
                 allowed &= {False}
+            if self.pricer.profile.writes_its_input(index):  # its forward can't be run again
+                choices.append((False,))
+                continue
             if pins.recompute == "all" or exclusions.recompute == "none":
                 allowed &= {True}
             if pins.recompute == "named":

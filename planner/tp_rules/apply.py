@@ -1,15 +1,14 @@
-"""Applies a sharding to the body of a layer: the constants that shrink, and what enters divided computation."""
+"""Applies a sharding to the body of a layer: the constants that shrink, and values that nodes read in other forms."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from planner.model_profile import Sharding
-from planner.program import Node, Ref, map_argument
-
-ENTERED = "_tp"
+from planner.model_profile import Move, Sharding
+from planner.program import Node, ParamRef, Ref, map_argument
 
 
-def rewrite_node(node: Node, sharding: Sharding, *, enter: bool) -> Node:
-    """Return a node with the constants that shrink replaced; with `enter` it reads what it divides in entered form."""
+def rewrite_node(node: Node, sharding: Sharding) -> Node:
+    """Return a node as one rank runs it: its constants that shrink replaced, its operands those that moves made."""
     args: Any = node.args
     kwargs: Any = node.kwargs
     for rewrite in sharding.rewrites:
@@ -19,14 +18,34 @@ def rewrite_node(node: Node, sharding: Sharding, *, enter: bool) -> Node:
                 args = _replaced(args, rest, rewrite.value)
             else:
                 kwargs = _replaced(kwargs, rest, rewrite.value)
-    if enter:
-        entered = {value for value, readers in sharding.enter.items() if node.name in readers}
-
-        def change(leaf: Any) -> Any:
-            return Ref(f"{leaf.name}{ENTERED}") if isinstance(leaf, Ref) and leaf.name in entered else leaf
-
-        args, kwargs = map_argument(args, change), map_argument(kwargs, change)
+    moved = {_base(move, sharding): Ref(move.name) for move in sharding.moves if node.name in move.readers}
+    if moved:
+        args, kwargs = (map_argument(given, lambda leaf: _moved(leaf, moved)) for given in (args, kwargs))
     return node.model_copy(update={"args": args, "kwargs": kwargs})
+
+
+def rewrite_output(output: Any, sharding: Sharding) -> Any:
+    """Return the output of a body, of the values that moves made where it takes those."""
+    moved = {_base(move, sharding): Ref(move.name) for move in sharding.moves if move.output}
+    return map_argument(output, lambda leaf: _moved(leaf, moved))
+
+
+def moves_after(node: str | None, sharding: Sharding) -> Iterator[Move]:
+    """Yield the moves that are made after a node (None: first of all), in order."""
+    return (move for move in sharding.moves if move.after == node)
+
+
+def _moved(leaf: Any, moved: dict[Any, Ref]) -> Any:
+    return moved.get(leaf, leaf) if isinstance(leaf, Ref | ParamRef) else leaf
+
+
+def _base(move: Move, sharding: Sharding) -> Any:
+    """Return the value or parameter that a move, or the moves before it, started from."""
+    by_name = {other.name: other for other in sharding.moves}
+    source = move.source
+    while isinstance(source, Ref) and source.name in by_name:
+        source = by_name[source.name].source
+    return source
 
 
 def _replaced(container: Any, path: list[int | str], value: Any) -> Any:

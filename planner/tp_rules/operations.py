@@ -1,41 +1,39 @@
 """How each operation carries a divided dimension: from the states of its operands to the states of its results.
 
-Every rule gets a `Context` and a node, returns the state of each result by name, and calls `context.rewrite` for the
-constants that shrink. An operation without a rule takes replicated values only.
+Every rule gets a `Context` and a node, returns the state of each result (None: the whole value, PARTIAL: a part of the
+sum), and calls `context.rewrite` for the constants that shrink. An operation without a rule takes whole values only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from planner.model_profile import Rewrite
 from planner.program import BatchInt, Node, ParamRef, Ref, Tensor, leaves
-from planner.tp_rules.state import IllegalShardingError, Shard, State
+from planner.tp_rules.state import IllegalShardingError, RuleState, Shard
 
 Path = tuple[int | str, ...]
 
 
 @dataclass
 class Context:
-    """The states so far, and what the rules decide along the way."""
+    """How the values and parameters that a node reads are divided (those not listed are whole), and what shrinks."""
 
     degree: int
-    tensors: dict[str, Tensor]
-    parameter_shapes: dict[str, tuple[int, ...]]
-    states: dict[str, State] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor]
+    parameter_shapes: Mapping[str, tuple[int, ...]]
+    states: Mapping[Ref | ParamRef, Shard | None] = field(default_factory=dict)
     rewrites: list[Rewrite] = field(default_factory=list)
 
-    def state(self, argument: Any) -> State:
-        """Return the state of an operand; parameters and scalars are replicated."""
-        return self.states.get(argument.name) if isinstance(argument, Ref) else None
+    def state(self, argument: Any) -> Shard | None:
+        """Return how an operand is divided; scalars are whole."""
+        return self.states.get(argument) if isinstance(argument, Ref | ParamRef) else None
 
     def shape(self, argument: Any) -> tuple[int | BatchInt, ...]:
         """Return the whole shape of an operand; () for a scalar."""
         if isinstance(argument, Ref):
             return self.tensors[argument.name].shape
         if isinstance(argument, ParamRef):
-            if argument.name not in self.parameter_shapes:
-                raise IllegalShardingError(f"{argument.name} is a parameter of another layer")
             return self.parameter_shapes[argument.name]
         return ()
 
@@ -43,13 +41,18 @@ class Context:
         """Return the whole shape of a node's (first) result."""
         return self.tensors[next(iter(node.writes()))].shape
 
-    def rewrite(self, node: Node, path: Path, value: int) -> None:
+    def rewrite(self, node: Node, path: Path, value: Any) -> None:
         """Note that the constant at `path` of a node becomes `value`."""
         self.rewrites.append(Rewrite(node=node.name, path=path, value=value))
 
 
-Rule = Callable[[Context, Node], State | tuple[State, ...]]
+Rule = Callable[[Context, Node], RuleState | tuple[RuleState, ...]]
 RULES: dict[str, Rule] = {}
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text as a set: names of operations."""
+    return frozenset(text.split())
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -87,13 +90,13 @@ def dimension(value: Any, rank: int) -> int:
     return value % rank if rank else 0
 
 
-def broadcast(context: Context, operands: list[Any], out_rank: int) -> State:
+def broadcast(context: Context, operands: list[Any], out_rank: int) -> Shard | None:
     """Return the state of a broadcast of operands; all divided alike, or of size one there."""
-    found: State = None
+    found: Shard | None = None
     for operand in operands:
         state = context.state(operand)
         if state is not None:
-            aligned = Shard(state.dim + out_rank - len(context.shape(operand)), state.parts)
+            aligned = state.at(state.dim + out_rank - len(context.shape(operand)))
             if found is not None and found != aligned:
                 raise IllegalShardingError("operands are divided along different dimensions")
             found = aligned
@@ -184,13 +187,13 @@ def broadcast(context: Context, operands: list[Any], out_rank: int) -> State:
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "invert", "logical_and", "logical_or", "logical_not"),
     *("iadd", "isub", "imul", "itruediv", "ior", "iand", "zeros_like", "ones_like", "full_like", "nan_to_num", "sign"),
 )
-def _elementwise(context: Context, node: Node) -> State:
+def _elementwise(context: Context, node: Node) -> RuleState:
     operands = [leaf for leaf in leaves((node.args, node.kwargs)) if isinstance(leaf, Ref | ParamRef)]
     rank = max((len(context.shape(operand)) for operand in operands), default=0)
     return broadcast(context, operands, rank)
 
 
-def same_state(context: Context, items: list[Any]) -> State:
+def same_state(context: Context, items: list[Any]) -> Shard | None:
     """Return the one state of several values; IllegalShardingError if they are divided differently."""
     states = {context.state(item) for item in items}
     if len(states) > 1:

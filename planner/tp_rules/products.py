@@ -1,12 +1,14 @@
 """Rules of reductions, normalizations, products and attention: what must not run over the divided dimension."""
 
+from typing import Any
+
 from planner.program import Node, Ref
 from planner.tp_rules.operations import Context, argument, broadcast, dimension, operation_name, rule, same_state
-from planner.tp_rules.state import IllegalShardingError, Shard, State, divided
+from planner.tp_rules.state import PARTIAL, IllegalShardingError, RuleState, Shard, divided
 
 
 @rule("softmax", "log_softmax", "cumsum", "flip", "roll", "sort")
-def _along(context: Context, node: Node) -> State:
+def _along(context: Context, node: Node) -> RuleState:
     state = context.state(node.args[0])
     if state is None:
         return None
@@ -18,7 +20,7 @@ def _along(context: Context, node: Node) -> State:
 
 
 @rule("mean", "sum", "var", "std", "amax", "amin", "norm", "prod", "logsumexp", "any", "all")
-def _reduce(context: Context, node: Node) -> State:
+def _reduce(context: Context, node: Node) -> RuleState:
     state = context.state(node.args[0])
     if state is None:
         return None
@@ -28,13 +30,15 @@ def _reduce(context: Context, node: Node) -> State:
         raise IllegalShardingError(f"{operation_name(node)} runs over the divided dimension")
     dims = [dimension(item, rank) for item in (dim if isinstance(dim, tuple | list) else (dim,))]
     if state.dim in dims:
+        if operation_name(node) == "sum" and not state.sequence:
+            return PARTIAL
         raise IllegalShardingError(f"{operation_name(node)} runs over the divided dimension")
     kept = len(context.result_shape(node)) == rank
-    return state if kept else Shard(state.dim - sum(item < state.dim for item in dims), state.parts)
+    return state if kept else state.at(state.dim - sum(item < state.dim for item in dims))
 
 
 @rule("layer_norm", "rms_norm")
-def _normalize(context: Context, node: Node) -> State:
+def _normalize(context: Context, node: Node) -> RuleState:
     state = context.state(node.args[0])
     if state is None:
         return None
@@ -45,22 +49,28 @@ def _normalize(context: Context, node: Node) -> State:
 
 
 @rule("matmul", "bmm", "mm")
-def _matmul(context: Context, node: Node) -> State:
-    left, right = node.args[0], node.args[1]
+def _matmul(context: Context, node: Node) -> RuleState:
+    return _product(context, node.args[0], node.args[1], len(context.result_shape(node)))
+
+
+def _product(context: Context, left: Any, right: Any, out_rank: int) -> RuleState:
+    """Return the state of a matrix product; PARTIAL where both factors are divided along what it sums over."""
     states = (context.state(left), context.state(right))
     if states == (None, None):
         return None
     ranks = (len(context.shape(left)), len(context.shape(right)))
-    out_rank = len(context.result_shape(node))
     if min(ranks) < 2:
         raise IllegalShardingError("a product with a vector")
+    contracts = [
+        state is not None and state.dim == rank - from_last
+        for state, rank, from_last in zip(states, ranks, (1, 2), strict=True)
+    ]
+    if any(contracts):
+        return _contraction(contracts, states)
     found: set[Shard] = set()
-    for state, rank, contracted in zip(states, ranks, (1, 2), strict=True):
-        if state is None:
-            continue
-        if state.dim == rank - contracted:
-            raise IllegalShardingError("a product contracts the divided dimension")
-        found.add(Shard(state.dim + out_rank - rank, state.parts))
+    for state, rank in zip(states, ranks, strict=True):
+        if state is not None:
+            found.add(state.at(state.dim + out_rank - rank))
     if len(found) > 1:
         raise IllegalShardingError("both factors of a product are divided, along different dimensions")
     result = found.pop()
@@ -72,8 +82,67 @@ def _matmul(context: Context, node: Node) -> State:
     return result
 
 
+def _contraction(contracts: list[bool], states: tuple[Shard | None, Shard | None]) -> RuleState:
+    left, right = states
+    if not all(contracts) or left is None or right is None:
+        raise IllegalShardingError("a product contracts the divided dimension of one factor only")
+    if left.at(0) != right.at(0):
+        raise IllegalShardingError("a product contracts dimensions that are divided into different parts")
+    if left.sequence:
+        raise IllegalShardingError("a product contracts the sequence")
+    return PARTIAL
+
+
+@rule("linear")
+def _linear(context: Context, node: Node) -> RuleState:
+    x, weight = argument(node, 0, "input")[0], argument(node, 1, "weight")[0]
+    bias = argument(node, 2, "bias")[0]
+    rank = len(context.shape(x))
+    given, cut, added = context.state(x), context.state(weight), context.state(bias)
+    if len(context.shape(weight)) != 2:
+        raise IllegalShardingError("a linear function whose weight is no matrix")
+    if cut is None:
+        if given is None or added is not None or given.dim == rank - 1:
+            raise IllegalShardingError("a linear function of a divided input whose weight is whole")
+        return given
+    if cut.dim == 0:
+        if given is not None or (bias is not None and added != cut):
+            raise IllegalShardingError("a linear function divided by columns takes a whole input and a divided bias")
+        return cut.at(len(context.result_shape(node)) - 1)
+    if bias is not None:
+        raise IllegalShardingError("divided by rows, every rank would add the bias")
+    return _contraction([given is not None and given.dim == rank - 1, True], (given, cut.at(0)))
+
+
+@rule("einsum")
+def _einsum(context: Context, node: Node) -> RuleState:
+    equation = node.args[0]
+    operands = list(node.args[1]) if isinstance(node.args[1], list | tuple) else list(node.args[1:])
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        raise IllegalShardingError("an einsum that names no dimensions")
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    divided_by: dict[str, Shard] = {}
+    for names, operand in zip(letters, operands, strict=True):
+        state = context.state(operand)
+        if state is not None:
+            letter = names[state.dim]
+            if names.count(letter) > 1 or divided_by.get(letter, state.at(0)) != state.at(0):
+                raise IllegalShardingError("an einsum of values that are divided differently")
+            divided_by[letter] = state.at(0)
+    if len(divided_by) != 1:
+        raise IllegalShardingError("an einsum of values divided along several dimensions")
+    ((letter, state),) = divided_by.items()
+    for names, operand in zip(letters, operands, strict=True):
+        if letter in names and context.state(operand) is None:
+            raise IllegalShardingError("a whole factor meets a divided one")
+    if letter in output:
+        return state.at(output.index(letter))
+    return _contraction([True, True], (state, state))
+
+
 @rule("scaled_dot_product_attention")
-def _attention(context: Context, node: Node) -> State:
+def _attention(context: Context, node: Node) -> RuleState:
     query, key, value = (argument(node, position, name)[0] for position, name in enumerate(("query", "key", "value")))
     state = same_state(context, [query, key, value])
     if state is None:
@@ -84,6 +153,6 @@ def _attention(context: Context, node: Node) -> State:
     mask, _ = argument(node, 3, "attn_mask")
     if isinstance(mask, Ref):
         broadcast(context, [query, mask] if len(context.shape(mask)) <= rank else [mask], rank)
-    heads = context.shape(key)[state.dim]
-    divided(heads, context.degree, state.parts)
+    for operand in (query, key):
+        divided(context.shape(operand)[state.dim], context.degree, state)
     return state

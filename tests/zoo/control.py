@@ -213,16 +213,6 @@ class Selected(TwoLayers):
         return x[x > 0].unsqueeze(-1).expand(-1, WIDTH)  # Selected
 
 
-class Counted(TwoLayers):
-    """A plain number that every forward changes: a program has the value of one forward."""
-
-    steps = 0
-
-    def between(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return x * self.steps  # Counted
-
-
 build_mixture = Mixture
 build_dense_mixture = DenseMixture
 build_branch_in_block = BranchInBlock
@@ -235,4 +225,3 @@ build_until_small = UntilSmall
 build_tensor_index = TensorIndex
 build_to_numpy = ToNumpy
 build_selected = Selected
-build_counted = Counted

@@ -267,3 +267,59 @@ build_checkpointed_blocks = CheckpointedBlocks
 build_reentrant_blocks = ReentrantBlocks
 build_checkpointing_model = CheckpointingModel
 build_reentrant_model = ReentrantModel
+
+
+class Memory(nn.Module):
+    """Reads what its last forward kept: no program has that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.memory is not None:
+            x = x + self.memory
+        self.memory = x.detach()
+        return self.second(x)
+
+
+class ConstantMemory(Memory):
+    """The same from a tensor that is there from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.memory  # ConstantMemory
+        self.memory = x.detach().mean(0)
+        return self.second(x)
+
+
+class Counted(Memory):
+    """A plain number that every forward changes."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.second(self.first(x) * self.steps)  # Counted
+
+
+class LazyTable(Memory):
+    """Keeps a table that depends on no data, made when it is first needed; and the last output, which nobody reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.memory is None or self.memory.shape[0] != x.shape[1]:
+            self.memory = torch.arange(x.shape[1], device=x.device).float().unsqueeze(-1) * torch.ones_like(x[0])
+        x = self.first(x) * torch.cos(self.memory)
+        self.last = self.second(x)
+        return self.last
+
+
+build_memory = Memory
+build_constant_memory = ConstantMemory
+build_counted = Counted
+build_lazy_table = LazyTable

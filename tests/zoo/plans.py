@@ -23,8 +23,12 @@ def even_plan(
     schedule: Schedule = "1f1b",
     data_parallel: DataParallel = "replicated",
     recompute: bool = False,
+    sharding: str = "tensor",
 ) -> Plan:
-    """Return a plan that gives every stage as many layers, and divides what can be divided."""
+    """Return a plan that gives every stage as many layers, and divides what can be divided.
+
+    `sharding` names the candidate taken of classes that have it; the others are divided as "tensor".
+    """
     names = [layer.name for layer in profile.layers]
     pp_degree = min(pp_degree, len(names))
     bounds = [len(names) * index // pp_degree for index in range(pp_degree + 1)]
@@ -36,7 +40,7 @@ def even_plan(
         part = range(bounds[index], bounds[index + 1])
         classes = {profile.layer_class(layer).name: profile.layer_class(layer) for layer in part}
         divided = {
-            name: "tensor"
+            name: sharding if item.sharding(sharding, tp_degree) else "tensor"
             for name, item in classes.items()
             if item.sharding("tensor", tp_degree) and (name not in shared or all_tied)
         }

@@ -4,7 +4,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from planner.emitter.runtime.checks import PlanError, _check_shape
+from planner.emitter.runtime.communication import _Parts
 from planner.emitter.runtime.stage import PlanStage
 from planner.emitter.runtime.tensor_parallel import _open_block
 
@@ -153,8 +153,8 @@ def _tie(module: nn.Module, tied: tuple[tuple[str, ...], ...]) -> None:
             module.get_submodule(path).register_parameter(attribute, present[first])
 
 
-def _shard_of(module: nn.Module, name: str) -> tuple[int, int] | None:
+def _shard_of(module: nn.Module, name: str) -> tuple[int, _Parts] | None:
     """Return along which dimension, in how many parts, a parameter was divided; None where it is whole."""
     path, _, attribute = name.rpartition(".")
-    shards: dict[str, Any] = vars(module.get_submodule(path)).get("_shards", {})
+    shards: dict[str, tuple[int, _Parts]] = vars(module.get_submodule(path)).get("_shards", {})
     return shards.get(attribute)

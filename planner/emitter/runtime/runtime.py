@@ -307,11 +307,11 @@ class Runtime:
 
         def take(index: int, names: tuple[str, ...], place: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], Any]:
             rows = slices[index]
-            taken = {
-                spec.name: place(_cut(given[key], rows, spec.batch_dim))
-                for key, spec in specs.items()
-                if spec.name in names
-            }
+            taken = {}
+            for key, spec in specs.items():
+                if spec.name in names:
+                    value = place(_cut(given[key], rows, spec.batch_dim))
+                    taken[spec.name] = value.clone() if spec.written else value
             return taken, of_target(rows)
 
         def microbatch(index: int) -> tuple[dict[str, Any], Any]:

@@ -22,7 +22,8 @@ class Value:
 
     `shape` is the one at the plan's microbatch size; `dtype` None is the stage's floating dtype, or for an input of the
     model anything. An input's rows are its dimension `batch_dim`; without rows (None) every microbatch gets all of it.
-    `key` is the name by which `step` is given an input whose own name no variable can have.
+    `key` is the name by which `step` is given an input whose own name no variable can have. An input that the model has
+    `written` in place is copied first: the batch stays as it was, and microbatches have nothing in common.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Value:
     targets: tuple[int, ...] = ()
     batch_dim: int | None = 0
     key: str = ""
+    written: bool = False
 
     def dtype_in(self, stage_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype between stages; a model built in float64 has no narrower numbers."""
@@ -118,9 +120,8 @@ class PlanStage(nn.Module):
             if attribute in owner._parameters:
                 parent.register_parameter(attribute, owner._parameters[attribute])
             elif attribute not in owner._buffers:  # a plain attribute: constant data, which here moves with the stage
-                value = getattr(owner, attribute)
                 vars(parent).pop(attribute, None)
-                parent.register_buffer(attribute, value, persistent=False)
+                parent.register_buffer(attribute, getattr(owner, attribute), persistent=False)
             else:
                 persistent = attribute not in owner._non_persistent_buffers_set
                 parent.register_buffer(attribute, owner._buffers[attribute], persistent=persistent)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from planner.emitter.runtime.checks import PlanError
-from planner.emitter.runtime.communication import _apply, _Gather, _Reduce, _shard, enter
+from planner.emitter.runtime.communication import _apply, _Parts, _Reduce, _shard, enter, gather_slices, on_first
 
 
 def _kind(module: nn.Module) -> str:
@@ -27,12 +27,13 @@ def _kind(module: nn.Module) -> str:
     raise PlanError(f"{type(module).__name__} can't be divided: only nn.Linear, nn.Embedding and Conv1D can")
 
 
-def _divide(module: nn.Module, name: str, dim: int, parts: int, mesh: DeviceMesh) -> None:
+def _divide(module: nn.Module, name: str, dim: int, parts: _Parts, mesh: DeviceMesh) -> None:
     """Replace a parameter by this rank's slice, and note on the module how it was cut."""
     param = module.get_parameter(name)
-    if param.shape[dim] % (parts * mesh.size()):
+    sizes = (param.shape[dim] // parts,) * parts if isinstance(parts, int) else parts
+    if sum(sizes) != param.shape[dim] or any(size % mesh.size() for size in sizes):
         raise PlanError(
-            f"dimension {dim} of {tuple(param.shape)} ({type(module).__name__}.{name}, {parts} parts) "
+            f"dimension {dim} of {tuple(param.shape)} ({type(module).__name__}.{name}, {len(sizes)} parts) "
             f"can't be divided over {mesh.size()} ranks\nhint: solve again with another tp_degree"
         )
     local = _shard(param.detach(), dim, parts, mesh.get_local_rank(), mesh.size()).clone()
@@ -50,26 +51,28 @@ def _resize(module: nn.Module, size: int, *names: str) -> None:
 class Column(ParallelStyle):
     """Divides a layer's outputs: weight along `dim`, and the bias. `gather` puts the outputs together again.
 
+    An embedding has them along dimension 1.
+
     In an opened block the block's own code calls `enter`; a layer of its own (`enters`) does it here.
     """
 
     dim: int = 0
-    parts: int = 1
+    parts: _Parts = 1
     gather: bool = False
     enters: bool = False
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if _kind(module) != "linear":
-            raise PlanError(f"{type(module).__name__} can't be divided by columns: only nn.Linear and Conv1D can")
+        if _kind(module) == "embedding" and self.dim != 1:
+            raise PlanError("Embedding can't be divided by columns along dimension 0: they are its dimension 1")
         group, forward = mesh.get_group(), module.forward
         _divide(module, "weight", self.dim, self.parts, mesh)
-        if module.bias is not None:
+        if getattr(module, "bias", None) is not None:
             _divide(module, "bias", 0, self.parts, mesh)
-        _resize(module, mesh.size(), "out_features", "nf")
+        _resize(module, mesh.size(), "out_features", "nf", "embedding_dim")
 
         def run(x: Tensor) -> Tensor:
             y = forward(enter(x, group) if self.enters else x)
-            return _apply(_Gather, y, group, self.parts) if self.gather else y
+            return gather_slices(y, group, -1, self.parts) if self.gather else y
 
         if self.enters or self.gather:
             module.forward = run
@@ -78,21 +81,30 @@ class Column(ParallelStyle):
 
 @dataclass
 class Row(ParallelStyle):
-    """Divides a layer's inputs: weight along `dim`. The products are summed, then the whole bias is added."""
+    """Divides a layer's inputs: weight along `dim`. The products are summed, then the whole bias is added.
+
+    Without `reduce` they stay a partial sum, to which the first rank adds the bias.
+    """
 
     dim: int = 1
+    parts: _Parts = 1
+    reduce: bool = True
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if _kind(module) != "linear":
             raise PlanError(f"{type(module).__name__} can't be divided by rows: only nn.Linear and Conv1D can")
         group, transposed = mesh.get_group(), hasattr(module, "nf")
-        _divide(module, "weight", self.dim, 1, mesh)
+        _divide(module, "weight", self.dim, self.parts, mesh)
         _resize(module, mesh.size(), "in_features", "nx")
 
         def run(x: Tensor) -> Tensor:
             weight = module.get_parameter("weight")
-            y = _apply(_Reduce, x @ weight if transposed else F.linear(x, weight), group)
-            return y if module.bias is None else y + module.get_parameter("bias")
+            y = x @ weight if transposed else F.linear(x, weight)
+            y = _apply(_Reduce, y, group) if self.reduce else y
+            if module.bias is None:
+                return y
+            bias = module.get_parameter("bias")
+            return y + (bias if self.reduce else on_first(bias, group))
 
         module.forward = run
         return module
@@ -100,7 +112,12 @@ class Row(ParallelStyle):
 
 @dataclass
 class Vocabulary(ParallelStyle):
-    """Divides an embedding's rows: every rank looks up the rows it has, and the results are summed."""
+    """Divides an embedding's rows: every rank looks up the rows it has, and the results are summed.
+
+    Without `reduce` they stay a partial sum.
+    """
+
+    reduce: bool = True
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Embedding):
@@ -118,9 +135,21 @@ class Vocabulary(ParallelStyle):
         def run(ids: Tensor) -> Tensor:
             elsewhere = (ids < start) | (ids >= start + count)
             rows = forward((ids - start).masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-            return _apply(_Reduce, rows, group)
+            return _apply(_Reduce, rows, group) if self.reduce else rows
 
         module.forward = run  # type: ignore[method-assign, assignment]
+        return module
+
+
+@dataclass
+class Slices(ParallelStyle):
+    """Divides parameters that code reads directly: each name has its dimension and the parts of that."""
+
+    cuts: dict[str, tuple[int, _Parts]]
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, (dim, parts) in self.cuts.items():
+            _divide(module, name, dim, parts, mesh)
         return module
 
 
