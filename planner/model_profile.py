@@ -328,6 +328,16 @@ class Loss(Record):
     ignored: dict[Identifier, int] = {}
 
 
+BATCH_NORM = "batch norm takes mean and variance over the rows of a microbatch"
+WRITES_BUFFER = "is written once a microbatch"
+
+
+def coupling_notes(loss: Loss) -> list[str]:
+    """Return what people are told where microbatching changes the loss; norms and buffers have notes of their own."""
+    shown = [text for text in loss.coupled if not text.endswith((BATCH_NORM, WRITES_BUFFER))]
+    return [f"microbatching changes this loss: {text}" for text in shown]
+
+
 class Provenance(Record):
     """Where a profile comes from: measured on a CPU or CUDA `device`, or computed for the GPU type `gpu`."""
 

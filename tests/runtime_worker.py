@@ -554,6 +554,54 @@ def accumulate(folder: Path, **options: Any) -> dict[str, float]:
     return {"worst": max(relative(both[name], steps[0][name] + steps[1][name]) for name in both)}
 
 
+def accumulate_beside_one(folder: Path, *, freeze: str = "", **options: Any) -> dict[str, float]:
+    """Return how far gradients of three steps, and parameters after two rounds of them, are from one process's.
+
+    The one process adds up the gradients of the same three batches, each whole. The first round ends with gradients
+    set to zero, the second with none left.
+    """
+
+    def build() -> nn.Module:
+        model = build_double()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not (freeze and re.match(freeze, name)))
+        return model
+
+    plan = load_plan(folder, **options)
+    torch.manual_seed(5)
+    runtime = plan.setup(build, loss_fn)
+    torch.manual_seed(5)
+    reference = build()
+    optimizer = torch.optim.AdamW(runtime.parameters(), lr=1e-2, weight_decay=0.5, foreach=True)
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.5, foreach=True)
+    names = {"transformer.wte.weight": "lm_head.weight"}
+    result = {"gradient": 0.0, "parameter": 0.0, "loss": 0.0}
+    for round_ in range(2):
+        for seed in range(3):
+            ids, target = batch(4 * options.get("dp", 1), 10 * round_ + seed)
+            loss = runtime.step(ids, target)
+            one = loss_fn(reference(ids), target)
+            one.backward()
+            result["loss"] = max(result["loss"], abs(loss.item() - one.item()))
+        gradients = runtime.full_gradients()
+        for name, param in reference.named_parameters() if gradients is not None else ():
+            found = gradients.get(names.get(name, name))
+            assert (found is None) == (param.grad is None), name
+            if found is not None:
+                result["gradient"] = max(result["gradient"], relative(found, param.grad))
+        optimizer.step()
+        other.step()
+        for each in (runtime, optimizer) if round_ else (optimizer,):
+            each.zero_grad(set_to_none=bool(round_))
+        other.zero_grad(set_to_none=bool(round_))
+        left = [param.grad is None for param in runtime.parameters() if param.requires_grad]
+        assert all(left) if round_ else not any(left)
+    parameters = runtime.full_parameters()
+    for name, param in reference.named_parameters() if parameters is not None else ():
+        result["parameter"] = max(result["parameter"], relative(parameters[names.get(name, name)], param.detach()))
+    return result
+
+
 def drop(folder: Path, **options: Any) -> dict[str, Any]:
     """Return the losses of two runs from one seed with dropout, and the next number of the user's random state."""
     plan = load_plan(folder, **options)

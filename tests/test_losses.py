@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 tp2": {"pp_degree": 2, "tp_degree": 2},
     "dp2 sharded": {"dp_degree": 2, "data_parallel": "sharded", "recompute": True},
 }
-TRAINED = [name for name in KINDS if name != "given losses"]
+TRAINED = [name for name in KINDS if name not in ("given losses", "untrained parameters")]
 CELLS = [(name, layout) for name in TRAINED for layout in LAYOUTS if layout == "pp2 dp2" or name in EVERYWHERE]
 
 
@@ -66,6 +66,21 @@ def test_equal_to_the_whole_batch(
         assert report.coupled == ()
 
 
+UNTRAINED = {"anchor", "number", "probe.weight", "probe.bias", "body.blocks.0.up.bias", "unused.weight", "unused.bias"}
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2 tp2", "pp2 dp2", "dp2 sharded"])
+def test_a_parameter_without_gradient_has_none(
+    profiles: Callable[[str], ModelProfile], pool: WorkerPool, tmp_path: Path, layout: str
+) -> None:
+    profile, path = profiles("untrained parameters"), tmp_path / "plan.py"
+    write_plan(emit(even_plan(profile, num_microbatches=4, **LAYOUTS[layout]), profile), path)
+    report = verify(path, pool=pool, timeout_s=120)
+    assert report.ok, report.rows[:9]
+    assert {row.name for row in report.rows if row.verdict == "no gradient"} == UNTRAINED
+    assert any(note.startswith("7 parameters without gradient, as in one process") for note in report.notes)
+
+
 @pytest.mark.parametrize(
     ("layout", "num_microbatches"), [({}, 2), ({"dp_degree": 2}, 1), ({"dp_degree": 2, "data_parallel": "sharded"}, 1)]
 )
@@ -98,3 +113,19 @@ def test_another_loss_than_the_profiled_one_is_refused(
         VerifyError, match=r"loss_fn gives .* for a microbatch, and the loss that this plan was made for"
     ):
         verify(path, pool=pool, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama3_8b"])
+def test_hugging_face_losses_leave_labels_out(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    model = Path(__file__).parent / "models" / f"{name}.py"
+    options: dict[str, Any] = {"dtype": "float32", "microbatch_sizes": (1, 2), "tp_degrees": (1, 2)}
+    profile, path = profile_model(str(model), gpu="h100-sxm", **options), tmp_path / "plan.py"
+    assert profile.loss is not None
+    assert profile.loss.ignored == {"labels": -100}
+    write_plan(emit(even_plan(profile, pp_degree=2, dp_degree=2), profile), path)
+    report = verify(path, pool=pool, timeout_s=200)
+    assert report.ok, report.rows[:3]
+    assert report.whole_batch_difference is not None
+    assert report.whole_batch_difference <= 1e-10
+    assert not any("labels" in text for text in report.not_proved)

@@ -219,6 +219,23 @@ def test_gradients_add_up_over_steps(workers: Workers, num_ranks: int, options: 
     assert workers.run("accumulate", num_ranks, **options)[0]["worst"] <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (2, {"pp": 2}),
+        (2, {"dp": 2}),
+        (4, {"tp": 2, "dp": 2, "freeze": ".*q_norm|.*bias|transformer.ln_f"}),
+        (4, {"pp": 2, "dp": 2, "data_parallel": "sharded", "freeze": "transformer.position|transformer.h.0"}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_accumulated_gradients_equal_one_process(workers: Workers, num_ranks: int, options: dict[str, Any]) -> None:
+    result = workers.run("accumulate_beside_one", num_ranks, **options)[0]
+    assert result["loss"] <= 1e-12, result
+    assert result["gradient"] <= 1e-10, result
+    assert result["parameter"] <= 1e-9, result
+
+
 def test_gradients_are_averaged_once_a_step(workers: Workers) -> None:
     for result in workers.run("count_reductions", 4, pp=2, dp=2, data_parallel="sharded"):
         assert result["calls"] == result["units"]

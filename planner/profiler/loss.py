@@ -13,17 +13,21 @@ in order, every value's kind (`batch_kinds`) is derived from its operands', and
 The changed calls compute the same as the recorded ones when the whole step is one microbatch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from planner.model_profile import BATCH_NORM as BATCH_NORM_TEXT
+from planner.model_profile import WRITES_BUFFER
 from planner.profiler.batch_kinds import CONSTANT, KEEPS_LABELS, MEAN, ROWS, batch_dims
 from planner.profiler.loss_rules import Rules
 from planner.profiler.loss_state import operation, place, refs
 from planner.profiler.recorder import Call
 from planner.profiler.torch_internals import BATCH_NORM
 from planner.program import BatchInt, Fields, ParamRef, Ref, Tensor, leaves, map_argument
+from planner.units import counted
 
 _MAX_PASSES = 32
 _IN_PLACE = {
@@ -95,13 +99,25 @@ def read_meaning(
         loss=map_argument(loss, renamed),
         tensors=walk.tensors,
         counts=walk.used_counts([*changed, *changed_loss]),
-        coupled=tuple(walk.coupled),
+        coupled=_grouped(walk.coupled),
         ignored=walk.ignored,
         degree=kind.degree if kind.form == "linear" else 0,
         rewrites_loss=[id(c) for c in changed_loss] != [id(c) for c in loss_calls]
         or bool(walk.used_counts(changed_loss)),
         inside=frozenset(walk.inside),
     )
+
+
+def _grouped(coupled: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return what makes rows depend on one another, each thing once with the places where it does."""
+    places: dict[str, list[str]] = {}
+    for where, what in coupled:
+        places.setdefault(what, []).append(where)
+    found = []
+    for what, listed in places.items():
+        others = f" and {counted(len(listed) - 1, 'other place')}" if len(listed) > 1 else ""
+        found.append(f"{listed[0]}{others}: {what}")
+    return tuple(found)
 
 
 def loss_value(output: Any, loss: Any, tensors: dict[str, Tensor]) -> str | None:
@@ -144,7 +160,7 @@ class _Walk(Rules):
         results = refs(call.result)
         if isinstance(module, BATCH_NORM) and (module.training or not module.track_running_stats):
             for number in results:
-                self.couple(number, call.target, "batch norm takes mean and variance over the rows of a microbatch")
+                self.couple(number, call.target, BATCH_NORM_TEXT)
         if call.body:
             outer, self.owner = self.owner, self.owner or call.target
             self.rewrite(call.body)
@@ -163,8 +179,8 @@ class _Walk(Rules):
         operands = [leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
         written = next((leaf for leaf in call.args if isinstance(leaf, ParamRef)), None) if call.in_place else None
         if written is not None or (call.kind == "setitem" and isinstance(call.args[0], ParamRef)):
-            text = f"the buffer {(written or call.args[0]).name!r} is written once a microbatch"
-            self.coupled[f"{place(call)}: {text}"] = None
+            text = f"the buffer {(written or call.args[0]).name!r} {WRITES_BUFFER}"
+            self.coupled[place(call), text] = None
         self._trace(call, name, operands, results)
         if not any(number in self.relevant for number in results):
             for number in results:

@@ -12,8 +12,6 @@ from planner.profiler.loss import Meaning, read_meaning
 from planner.profiler.recorder import Call
 from planner.program import Program, Ref, leaves
 
-_SHOWN_NOTES = 3
-
 
 def read_loss(captured: Capture, blocks: tuple[str, ...]) -> tuple[Capture, list[Call], Meaning]:
     """Return the capture with the calls of its loss changed, the calls of the model's program, and what was found.
@@ -92,13 +90,3 @@ def loss_record(
         coupled=meaning.coupled,
         ignored=meaning.ignored,
     )
-
-
-def coupling_notes(loss: Loss | None) -> list[str]:
-    """Return what people are told where microbatching changes the loss."""
-    if loss is None:
-        return []
-    notes = [f"microbatching changes this loss: {text}" for text in loss.coupled[:_SHOWN_NOTES]]
-    if len(loss.coupled) > _SHOWN_NOTES:
-        notes.append(f"microbatching changes this loss in {len(loss.coupled) - _SHOWN_NOTES} other places")
-    return notes

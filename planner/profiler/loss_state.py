@@ -55,7 +55,7 @@ class State:
         self.after_count: set[str] = set(counts)
         self.labels = dict(sources)
         self.ignored: dict[str, int] = {}
-        self.coupled: dict[str, None] = {}
+        self.coupled: dict[tuple[str, str], None] = {}  # where, and what
         self.inside: set[str] = set()
         self.made: dict[str, str] = {}
         self.direct: set[str] = set()  # counts that only divide a sum over rows
@@ -83,7 +83,7 @@ class State:
     def couple(self, number: str, where: str, what: str) -> None:
         """Note that rows depend on one another, where the loss depends on that."""
         if number in self.relevant:
-            self.coupled[f"{where}: {what}"] = None
+            self.coupled[where, what] = None
 
     def settle(self, value: Any) -> bool:
         """Make a linear value made from inputs and targets alone a count, a constant of the step; whether it is one."""

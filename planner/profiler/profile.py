@@ -14,7 +14,16 @@ from torch import nn
 from planner.cluster import Gpu, read_gpu
 from planner.errors import ProfileError, UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
-from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, Sharding, WholeAt
+from planner.model_profile import (
+    LayerClass,
+    LayerCost,
+    ModelProfile,
+    Parameter,
+    Provenance,
+    Sharding,
+    WholeAt,
+    coupling_notes,
+)
 from planner.profiler import user_code as user
 from planner.profiler.buffers import update_notes
 from planner.profiler.capture import Capture, capture, input_tensors, named_tensors
@@ -35,7 +44,7 @@ from planner.profiler.layers import (
     make_layers,
     variable_names,
 )
-from planner.profiler.loss_record import coupling_notes, loss_record, read_loss, target_variables
+from planner.profiler.loss_record import loss_record, read_loss, target_variables
 from planner.profiler.modules import ModuleSource
 from planner.profiler.notes import batch_norm_notes, degree_notes, hint_notes, loss_notes, noise_notes, whole_notes
 from planner.profiler.plain_tensors import plain_tensors
@@ -164,7 +173,7 @@ def profile_model(
             *degree_notes(undivided for item in classes for undivided in item.whole),
             *loss_notes(captured),
             *update_notes(captured.model, captured.updated_buffers),
-            *coupling_notes(loss),
+            *(coupling_notes(loss) if loss is not None else ()),
             *noise_notes(costs),
             *pricer.notes,
         ),

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from planner.shrink import Shrink
 
-EQUAL_VERDICTS = ("equal", "unused")  # unused: no gradient in one process, and the plan leaves the parameter out
+# 'no gradient': none in one process and none in the plan; 'unused': and the plan leaves the parameter out
+EQUAL_VERDICTS = ("equal", "no gradient", "unused")
 TOLERANCE = 1e-5  # on the loss (absolute) and on each norm(g - g_one) / norm(g_one)
 
 

@@ -231,7 +231,7 @@ def compare_gradient(gradient: Tensor | None, one: Tensor | None, floor: float) 
     """Return norm(g - g_one) / norm(g_one), norm(g_one), and 'equal' or what is wrong; `floor` stands in for zero."""
     if one is None:
         if gradient is None:
-            return 0.0, 0.0, "equal"
+            return 0.0, 0.0, "no gradient"
         if not bool(gradient.any()):  # an optimizer leaves a parameter without gradient alone, and decays this one
             return 0.0, 0.0, "zero, not none"
         return float(gradient.double().norm()) / max(floor, sys.float_info.min), 0.0, "unexpected"

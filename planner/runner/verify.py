@@ -30,9 +30,10 @@ _NUM_PHASES = 5
 class ParameterRow(Record):
     """One parameter, at the step where it differs most: norm(g - g_one) / norm(g_one), and what that means.
 
-    `verdict` is 'equal', 'unused' (no gradient in one process, and not in the plan: as good as equal), 'differs',
-    'missing', 'unexpected' or 'zero, not none' (a gradient where one process has none), 'starts otherwise' (the value
-    after setup), 'not set up', 'not finite', or the wrong shape. `step` is 0 for the value after setup.
+    `verdict` is 'equal', 'no gradient' (none in one process, none in the plan), 'unused' (no gradient in one process,
+    and not in the plan: as good as equal), 'differs', 'missing', 'unexpected' or 'zero, not none' (a gradient where one
+    process has none), 'starts otherwise' (the value after setup), 'not set up', 'not finite', or the wrong shape.
+    `step` is 0 for the value after setup.
     """
 
     name: str
@@ -177,6 +178,9 @@ def verify(
     if unused := [row.name for row in rows if row.verdict == "unused"]:
         example = repr(unused[0]) if len(unused) == 1 else f"{unused[0]!r} and others"
         notes.append(f"{counted(len(unused), 'parameter')} that nothing reads, not in the plan: {example}")
+    if untrained := [row.name for row in rows if row.verdict == "no gradient"]:
+        example = repr(untrained[0]) if len(untrained) == 1 else f"{untrained[0]!r} and others"
+        notes.append(f"{counted(len(untrained), 'parameter')} without gradient, as in one process: {example}")
     if subject.plan.precision != "fp32":
         notes.append(f"the plan's precision is {subject.plan.precision}; it was compared in float64")
     adds_up = whole is None or whole <= TOLERANCE

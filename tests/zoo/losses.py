@@ -79,6 +79,25 @@ class MaskedInside(nn.Module):
         return loss
 
 
+class Untrained(nn.Module):
+    """Parameters without gradients: read detached at both ends, or without gradients, or frozen, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.probe, self.unused = Transformer(2), nn.Linear(CLASSES, CLASSES), nn.Linear(2, 2)
+        self.anchor, self.number = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(()))
+        self.body.blocks[0].up.bias.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.body.embed(ids) * self.anchor.detach()
+        for block in self.body.blocks:
+            x = block(x)
+        logits = self.body.head(x * self.anchor.detach()) * self.number.detach()
+        with torch.no_grad():
+            scores = self.probe(logits)
+        return logits + 0.1 * scores
+
+
 def _ids(rows: int) -> tuple[Tensor]:
     return (torch.randint(0, CLASSES, (rows, LENGTH)),)
 
@@ -227,6 +246,7 @@ def mean_of_valid(output: Tensor, target: Tensor) -> Tensor:
     return (output * target).sum() / target.sum()
 
 
+KINDS["untrained parameters"] = Kind(ignored, _labels, Untrained)
 KINDS["given losses"] = Kind(mean_of_valid, lambda n: torch.ones(n, 3), Scaled, lambda n: (torch.rand(n, 3),))
 
 

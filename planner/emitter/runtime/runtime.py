@@ -147,13 +147,16 @@ class Runtime:
         """Yield this rank's parameters by the model's own names."""
         return iter(self._named.items())
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or make those that there are zero."""
         for param in self.parameters():
-            param.grad = None
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     def step(self, inputs: Any, target: Any = None, *, local: bool = False) -> Tensor:
-        """Add a global batch's gradients and return its mean loss, on every rank.
+        """Add a global batch's gradients and return its loss, on every rank: both what one process has for all rows.
 
         `inputs` (tensor, tuple by position or dict by name) and `target` hold the global batch on every rank, or with
         `local` only this rank's `rows`, in that order.
@@ -165,12 +168,7 @@ class Runtime:
         with self._own_random_state():
             losses = self._executor.run(self._actions, microbatch, counted)
         for params, group in self._summed:
-            gradients = []
-            for param in params:
-                if param.requires_grad:
-                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                    gradients.append(_local(param.grad))
-            _sum_over(gradients, group)
+            _sum_gradients([param for param in params if param.requires_grad], group)
         for param, earlier in aside:
             if earlier is not None:
                 param.grad = earlier if param.grad is None else earlier + param.grad
@@ -372,10 +370,19 @@ def _with_dims(target: Any) -> list[tuple[Tensor, int | None]]:
     return list(zip(found, dims, strict=True))
 
 
-def _sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace tensors by their sums over a group, all in one message."""
-    if tensors:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=group)
-        for tensor, summed in zip(tensors, flat.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(summed.view_as(tensor))
+def _sum_gradients(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace gradients by their sums over a group, all in one message; one that no rank has stays none."""
+    if not params:
+        return
+    given = [param.grad is not None for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    gradients = [_local(param.grad) for param in params if param.grad is not None]
+    flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), torch.tensor(given).to(gradients[0])])
+    dist.all_reduce(flat, group=group)
+    *sums, holders = flat.split_with_sizes([*(gradient.numel() for gradient in gradients), len(params)])
+    for gradient, total in zip(gradients, sums, strict=True):
+        gradient.copy_(total.view_as(gradient))
+    if not all(given):
+        for param, count in zip(params, holders.tolist(), strict=True):
+            param.grad = param.grad if count else None
