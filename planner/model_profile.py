@@ -56,6 +56,16 @@ MoveKind = Literal[
 ]
 
 
+# A number, flag or text that a model is given, as it is in a program.
+Constant = (
+    Annotated[bool, Field(strict=True)]
+    | Annotated[int, Field(strict=True)]
+    | Annotated[float, Field(strict=True, allow_inf_nan=False)]
+    | PlainText
+    | None
+)
+
+
 class Parameter(Record):
     """A parameter or buffer of the model; `tied_to` names the first of those that share its storage."""
 
@@ -364,9 +374,10 @@ class ModelProfile(Record):
 
     `input_only_values` are computed from the model's inputs alone, without parameters: every stage that reads one makes
     it anew. `target_dims` are the dimensions that grow with the batch of the tensors of the loss's target, in order;
-    `updated_buffers` are those that a forward in training changes, each under all of its names;
-    `input_keys` the names of inputs that no variable can have, by the program's. With fewer than `least_rows` some
-    layer does not run in training: batch statistics of one value are none.
+    `updated_buffers` are those that a forward in training changes, each under all of its names; `arguments` the model's
+    in the order of positions; `constants` the numbers, flags and texts among them for which the program was recorded
+    (None: computed from the rows); `input_keys` the names of inputs that no variable can have, by the program's. With
+    fewer than `least_rows` some layer does not run in training: batch statistics of one value are none.
     """
 
     schema_version: Annotated[int, Field(ge=1, strict=True)] = SCHEMA_VERSION
@@ -382,6 +393,8 @@ class ModelProfile(Record):
     edges: tuple[Edge, ...] = ()
     program: Program
     updated_buffers: tuple[QualifiedName, ...] = ()
+    arguments: tuple[PlainText, ...] = ()
+    constants: dict[PlainText, Constant] = {}
     input_keys: dict[Identifier, PlainText] = {}
     target_dims: tuple[NonNegativeInt | None, ...] = ()
     input_only_values: tuple[Identifier, ...] = ()

@@ -267,6 +267,8 @@ class Stage{index}(PlanStage):
             f"STAGES = ({names},)",
             'TIED = (("lm_head.weight", "transformer.wte.weight"),)',
             f'INPUTS = (Value("ids", shape=({microbatch_size}, {LENGTH}), dtype=torch.int64),)',
+            'ARGUMENTS = ("ids",)',
+            'CONSTANTS = {"use_cache": False}',
             "TARGET_DIMS = (0,)",
         ]
     )

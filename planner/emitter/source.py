@@ -95,6 +95,7 @@ def _generated(
         tensor, key = profile.program.tensors[name], profile.input_keys.get(name)
         yield f"    {input_value(name, tensor, rows, key, written=name in written)},"
     yield ")"
+    yield from _argument_lines(profile)
     dims = profile.target_dims
     yield f"TARGET_DIMS = ({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"
     if profile.loss is not None:
@@ -104,6 +105,19 @@ def _generated(
 
 def _loss_literal(loss: Loss) -> dict[str, Any]:
     return {"degree": loss.degree, "coupled": loss.coupled, "ignored": loss.ignored}
+
+
+def _argument_lines(profile: ModelProfile) -> Iterator[str]:
+    """Yield the lines with the model's arguments by position, up to the last that is used, and its constants."""
+    keys = [profile.input_keys.get(name, name) for name in profile.program.inputs]
+    used = [
+        index
+        for index, name in enumerate(profile.arguments)
+        if any(key == name or key.startswith(f"{name}_") for key in (*keys, *profile.constants))
+    ]
+    yield f"ARGUMENTS = {name_tuple(profile.arguments[: max(used, default=-1) + 1])}"
+    constants = ", ".join(f'"{name}": {value!r}' for name, value in profile.constants.items())
+    yield f"CONSTANTS = {{{constants}}}"
 
 
 def _stage_summary(plan: Plan, index: int) -> str:

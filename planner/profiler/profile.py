@@ -34,6 +34,7 @@ from planner.profiler.execute import Target, outside_results, run_derived
 from planner.profiler.fake import model_dtype
 from planner.profiler.hidden import called_whole
 from planner.profiler.in_place import check_in_place
+from planner.profiler.inputs import argument_names, input_constants
 from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import (
     Segment,
@@ -158,6 +159,8 @@ def profile_model(
         ),
         edges=tuple(make_edges(program, segments, derived)),
         program=program,
+        arguments=argument_names(captured.model),
+        constants=input_constants(file, captured.model),
         updated_buffers=captured.updated_buffers,
         input_keys={variable: name for name, variable in input_names.items() if variable != name},
         target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),

@@ -117,6 +117,8 @@ TIED = (("embed.weight", "head.weight"),)
 INPUTS = (
     Value("ids", shape=(2, 4)),
 )
+ARGUMENTS = ("ids",)
+CONSTANTS = {}
 TARGET_DIMS = (0,)
 # What `planner verify` should know of the loss: see the profile's notes.
 LOSS = {'degree': 0, 'coupled': (), 'ignored': {'target': -100}}

@@ -15,5 +15,6 @@ FILES = (
     "counting",
     "executor",
     "ranks",
+    "inputs",
     "runtime",
 )

@@ -8,4 +8,6 @@ PLAN: dict[str, Any] = {}
 STAGES: tuple[type[PlanStage], ...] = ()
 TIED: tuple[tuple[str, ...], ...] = ()
 INPUTS: tuple[Value | str, ...] = ()
+ARGUMENTS: tuple[str, ...] = ()
+CONSTANTS: dict[str, Any] = {}
 TARGET_DIMS: tuple[int | None, ...] = ()

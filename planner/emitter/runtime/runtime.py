@@ -25,6 +25,7 @@ from planner.emitter.runtime.communication import _join
 from planner.emitter.runtime.data_parallel import _distribute, _local, _norm, _Numbers, _scale, _whole
 from planner.emitter.runtime.executor import _Executor, stage_actions
 from planner.emitter.runtime.generated import INPUTS, PLAN, STAGES, TARGET_DIMS, TIED
+from planner.emitter.runtime.inputs import _named_inputs
 from planner.emitter.runtime.ranks import _first_held, _holds, _Ranks
 from planner.emitter.runtime.stage import PlanStage, Value, _map_tensors
 
@@ -257,10 +258,7 @@ class Runtime:
         """
         listed = [Value(item) if isinstance(item, str) else item for item in INPUTS]
         specs = {spec.key or spec.name: spec for spec in listed}
-        if not isinstance(inputs, Mapping):
-            inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
-            inputs = dict(zip(specs, inputs, strict=len(inputs) > len(specs)))
-        given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        given = _named_inputs(inputs)
         read = {name for stage in STAGES for name in (*stage.inputs, *stage.count_inputs)}
         required = {key for key, spec in specs.items() if spec.name in read}
         if wrong := (required - set(given)) or (set(given) - set(specs)):
