@@ -64,7 +64,9 @@ def _on_sequence(tables: Tables, rules: Sequence[StyleRule], first: Choice, *, g
     problem.bound("divided", least=first.values["divided"])
     problem.bound("communicated", most=round(MAX_COMMUNICATION_FRACTION * first.values["communicated"]))
     problem.bound("activations", most=round(MAX_ACTIVATION_FRACTION * first.values["activations"]))
-    return problem.best(("activations", False), ("communicated", False), ("untidiness", False))
+    found = problem.best(("activations", False), ("communicated", False), ("untidiness", False))
+    along = found is not None and any(isinstance(s.target, Shard) and s.target.sequence for s in found.moves)
+    return found if along else None
 
 
 def _part_name(tables: Tables, choice: Choice) -> str:

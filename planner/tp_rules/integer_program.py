@@ -27,7 +27,7 @@ Constraints:
 
 Quantities, linear in these:
 
-    divided elements    sum over w of elements(w) * q[w, divided]
+    divided elements    sum of elements(w) * q[w, divided] over parameters of two or more dimensions
     communicated bytes  sum over moves of bytes(o) * weight(k)            a ring's all-reduce weighs 2, its halves 1
     activation bytes    sum of bytes(v) * degree for values that backward needs whole, bytes(v) for those divided
     untidiness          moves, parts, and computation repeated on every rank: which of equal solutions is written
@@ -227,7 +227,8 @@ class Problem:
         for target, info in layer.modules.items():
             sizes |= {f"{target}.{name}" if target else name: shape for name, shape in info.parameters.items()}
         repeats = {name for group in layer.tied for name in group[1:]}
-        return [(o, prod(sizes.get(o.name, ()))) for o in self._parameters() if o.name not in repeats]
+        shapes = [(o, sizes.get(o.name, ())) for o in self._parameters() if o.name not in repeats]
+        return [(operand, prod(shape)) for operand, shape in shapes if len(shape) > 1]
 
     def quantity(self, name: str) -> Any:
         """Return one of the quantities of the docstring as a linear expression."""

@@ -170,6 +170,7 @@ def broadcast(context: Context, operands: list[Any], out_rank: int) -> Shard | N
         "detach",
         "dropout",
         "alias",
+        "copy",
     ),
     *(
         "where",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.program import Node, Ref
+from planner.program import Node, Ref, leaves
 from planner.tp_rules.operations import Context, argument, broadcast, dimension, operation_name, rule, same_state
 from planner.tp_rules.state import PARTIAL, IllegalShardingError, RuleState, Shard, divided
 
@@ -91,6 +91,22 @@ def _contraction(contracts: list[bool], states: tuple[Shard | None, Shard | None
     if left.sequence:
         raise IllegalShardingError("a product contracts the sequence")
     return PARTIAL
+
+
+@rule("grouped_mm")
+def _grouped(context: Context, node: Node) -> RuleState:
+    """Rows of the first factor, each with one of the matrices of the second: (rows, k) and (matrices, k, n)."""
+    rows, matrices = node.args[0], node.args[1]
+    others = [leaf for leaf in leaves((node.args[2:], node.kwargs)) if context.state(leaf) is not None]
+    bias = argument(node, 3, "bias")[0]
+    given, cut = context.state(rows), context.state(matrices)
+    if others or cut is None or len(context.shape(matrices)) != 3 or len(context.shape(rows)) != 2:
+        raise IllegalShardingError("a grouped product of other factors than rows and three-dimensional weights")
+    if cut.dim == 2 and given is None and bias is None:
+        return cut.at(1)
+    if cut.dim == 1 and bias is None:
+        return _contraction([given is not None and given.dim == 1, True], (given, cut))
+    raise IllegalShardingError("a grouped product is divided by matrices, which all ranks' rows need")
 
 
 @rule("linear")

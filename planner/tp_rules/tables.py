@@ -114,6 +114,7 @@ def _divided_rows(tables: Tables, node: Node, operands: list[Operand], results: 
     context = Context(tables.degree, layer.body.tensors, layer.parameter_shapes)
     rows += [_expanding_row(tables, node, operands, results, dim) for dim in broadcast_sources(context, node)]
     rows += _rows_with_bias(tables, node, results)
+    rows += _made_divided(tables, node, operands, results)
     return rows
 
 
@@ -170,6 +171,29 @@ def _expanding_row(tables: Tables, node: Node, operands: list[Operand], results:
     size = divided(tables.layer.body.tensors[results[0]].shape[dim], tables.degree)
     needs = tuple((operand, entered(tables.layer, operand)) for operand in operands)
     return Row(needs, ((results[0], Shard(dim)),), (Rewrite(node=node.name, path=place, value=size),))
+
+
+def _made_divided(tables: Tables, node: Node, operands: list[Operand], results: list[str]) -> list[Row]:
+    """Return the rows of a node that makes an empty or constant tensor, in which every rank makes its own slice."""
+    name, layer = operation_name(node), tables.layer
+    first = {"new": 1}.get(name.partition("_")[0], 0)
+    if name not in _MAKING or len(operands) != first or len(node.args) <= first or len(results) != 1:
+        return []
+    given, shape = node.args[first], layer.body.tensors[results[0]].shape
+    sizes = given if isinstance(given, tuple | list) else node.args[first:]
+    rows = []
+    for dim, size in enumerate(shape):
+        if not isinstance(size, int) or size % tables.degree or len(sizes) != len(shape) or sizes[dim] != size:
+            continue
+        place = ("args", first, dim) if isinstance(given, tuple | list) else ("args", first + dim)
+        rewrite = Rewrite(node=node.name, path=place, value=size // tables.degree)
+        for states in product(*(tables.states[operand] for operand in operands)):  # only asked for dtype and device
+            needs = tuple(zip(operands, states, strict=True))
+            rows.append(Row(needs, ((results[0], Shard(dim)),), (rewrite,)))
+    return rows
+
+
+_MAKING = words("new_empty new_zeros new_ones new_full zeros ones empty full")
 
 
 def _rows_with_bias(tables: Tables, node: Node, results: list[str]) -> list[Row]:
