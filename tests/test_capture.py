@@ -89,6 +89,25 @@ def test_equal_siblings_are_the_layers() -> None:
     assert names == ["embed", "blocks.0", "head"], "a list of one block is a list of blocks"
 
 
+def test_a_class_that_is_a_family_in_one_list_is_one_in_every_list() -> None:
+    class Unit(nn.Sequential):  # a composite attribute, of which every block has two
+        def __init__(self, width: int) -> None:
+            super().__init__(nn.Linear(width, width), nn.ReLU())
+
+    class Block(nn.Module):
+        def __init__(self, width: int, wider: int) -> None:
+            super().__init__()
+            self.first, self.second, self.last = Unit(width), Unit(width), nn.Linear(width, wider)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.second(self.first(x)))
+
+    stages = nn.Sequential(
+        nn.Sequential(Block(4, 8)), nn.Sequential(Block(8, 8), Block(8, 8)), nn.Sequential(Block(8, 12), Block(12, 16))
+    )
+    assert find_blocks(stages) == {"0.0", "1.0", "1.1", "2.0", "2.1"}
+
+
 def test_edges_go_from_the_last_writer() -> None:
     captured = capture(models.model_file(models.Skips))
     program = program_of(captured)

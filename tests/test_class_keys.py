@@ -60,13 +60,43 @@ class Attending(nn.Module):
         return x
 
 
-def classes(model: nn.Module) -> list[int]:
-    """Return for each block the position of the first of its class."""
+class Choosing(nn.Module):
+    """Blocks that hold the same linears and call one each, as adapters of a shared block are called."""
+
+    def __init__(self, choices: list[int]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(One(choice) for choice in choices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the blocks."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class One(nn.Module):
+    """Three equal linears, of which one is called."""
+
+    def __init__(self, choice: int) -> None:
+        super().__init__()
+        self.choice = choice
+        self.adapters = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the linear that is this block's."""
+        return x + self.adapters[self.choice](x)
+
+
+def classes(model: nn.Module, *, cost: bool = False) -> list[int]:
+    """Return for each block the position of the first of its class, or of the first that costs the same."""
     file = ModelFile(path=Path("model.py"), build=lambda: model, example_inputs=lambda rows: (torch.ones(rows, 4, 8),))
     captured = capture(file)
     calls = [call for call in select_calls(captured.model, captured.calls) if call.kind == "module"][1:]
     keys = ClassKeys(captured)
-    described = [keys.describe([call], call.target) for call in calls]
+    describe = keys.describe_cost if cost else keys.describe
+    described = [describe([call], call.target) for call in calls]
     return [described.index(key) for key in described]
 
 
@@ -96,3 +126,12 @@ def test_frozen_blocks_are_a_class_of_their_own() -> None:
     model = Stack([0, 0, 0], [1.0] * 3)
     model.blocks[1].linear.weight.requires_grad_(False)
     assert classes(model) == [0, 1, 0]
+
+
+def test_blocks_that_only_cost_the_same_are_two_classes() -> None:
+    model = Choosing([0, 1, 0])
+    assert classes(model) == [0, 1, 0]
+    assert classes(model, cost=True) == [0, 0, 0]
+    model = Stack([0, 0, 0, 2], [0.9, 0.8, 1.0, 0.9])
+    assert classes(model) == [0, 1, 2, 3]
+    assert classes(model, cost=True) == [0, 0, 2, 3], "a factor of one may be left out, and a shift costs"

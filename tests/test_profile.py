@@ -113,3 +113,34 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UsageError) as caught:
         profile_model(str(MODELS / "hf_vit.py"), device="cuda")
     assert "--gpu" in caught.value.hint
+
+
+FLOAT32_ONLY = """
+import torch
+from torch import nn
+
+
+class Wide(nn.Linear):
+    def forward(self, x):
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("no kernel for bfloat16")
+        return super().forward(x)
+
+
+def build_model():
+    return nn.Sequential(Wide(4, 4), Wide(4, 4))
+
+
+def example_inputs(batch_size):
+    return (torch.randn(batch_size, 4),)
+"""
+
+
+def test_a_model_that_fails_in_bfloat16_is_profiled_in_its_own_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(FLOAT32_ONLY)
+    profile = profile_model(str(path), gpu="h100-sxm", microbatch_sizes=(1,), tp_degrees=(1,))
+    assert profile.provenance.dtype == "float32"
+    assert any("fails in bfloat16" in note and "model.py:9" in note for note in profile.notes)
+    with pytest.raises(CaptureError, match=r"model\.py:9"):
+        profile_model(str(path), gpu="h100-sxm", dtype="bfloat16")

@@ -17,35 +17,61 @@ def find_blocks(model: nn.Module) -> frozenset[str]:
     """Return the names of the modules that are blocks: siblings of one class of which at least two are equal.
 
     Siblings are the members of a list, or composite attributes of one module. A list of one composite member counts too
-    (a model of one layer). The blocks inside a block are not listed.
+    (a model of one layer). A class that is a family in one list is one in every list: of a network's stages, some may
+    have no two equal blocks. The blocks inside a block are not listed.
     """
+    families = {
+        family
+        for module in model.modules()
+        if _is_list(module)
+        for family in _families(module)
+        if not issubclass(family, _LISTS) and not _holds_itself(model, family)
+    }
     found: set[str] = set()
-    _collect_blocks(model, "", found)
+    _collect_blocks(model, "", families, found)
     return frozenset(found)
 
 
-def _collect_blocks(module: nn.Module, name: str, found: set[str]) -> None:
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, _LISTS)
+
+
+def _families(module: nn.Module) -> set[type[nn.Module]]:
+    """Return the classes of which a module has two equal children."""
+    equal: dict[tuple[type[nn.Module], object], int] = {}
+    for child in module.children():
+        if _is_list(module) or not is_leaf(child):
+            equal[_signature(child)] = equal.get(_signature(child), 0) + 1
+    return {family for (family, _), count in equal.items() if count >= 2}
+
+
+def _holds_itself(model: nn.Module, family: type[nn.Module]) -> bool:
+    """Return whether a module of a class stands inside another of it: then the outer one is not a block for it."""
+    instances = [module for module in model.modules() if type(module) is family]
+    return any(type(inner) is family for module in instances for inner in list(module.modules())[1:])
+
+
+def _collect_blocks(module: nn.Module, name: str, families: set[type[nn.Module]], found: set[str]) -> None:
     children = [
         (f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()
     ]
-    is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    equal: dict[tuple[object, ...], int] = {}
-    for _, child in children:
-        if is_list or not is_leaf(child):
-            equal[_signature(child)] = equal.get(_signature(child), 0) + 1
-    families = {signature[0] for signature, count in equal.items() if count >= 2}
+    own = _families(module)
     for child_name, child in children:
-        if type(child) in families and (is_list or not is_leaf(child)) and not isinstance(child, nn.ModuleList):
+        in_family = type(child) in own or (_is_list(module) and type(child) in families and not is_leaf(child))
+        if in_family and (_is_list(module) or not is_leaf(child)) and not isinstance(child, nn.ModuleList):
             found.add(child_name)
             continue
         size = len(found)
-        _collect_blocks(child, child_name, found)
+        _collect_blocks(child, child_name, families, found)
         alone = isinstance(module, nn.ModuleList) and len(children) == 1 and not is_leaf(child)
         if alone and len(found) == size:
             found.add(child_name)
 
 
-def _signature(module: nn.Module) -> tuple[object, ...]:
+def _signature(module: nn.Module) -> tuple[type[nn.Module], object]:
     shapes = tuple((name, tuple(param.shape)) for name, param in module.named_parameters(remove_duplicate=False))
     return (type(module), shapes)
 

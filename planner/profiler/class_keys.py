@@ -28,11 +28,23 @@ class ClassKeys:
         for name, owned in (*self._modules.items(), *_tensors(captured.model)):
             self._names.setdefault(id(owned), name)
         self._aliases: dict[str, dict[str, str]] = {}
+        self._inner: dict[str, int] | None = None  # numbers in place of names
         self._states: dict[str, Key] = {}
         self._settings: dict[int, Key] = {}
 
     def describe(self, calls: Iterable[Call], module: str) -> Key:
         """Return the key of a layer: `calls` are its module's call and its glue."""
+        self._inner = None
+        numbering: dict[str, int] = {}
+        return tuple(self._call(call, module, numbering, inside=False) for call in calls)
+
+    def describe_cost(self, calls: Iterable[Call], module: str) -> Key:
+        """Return a key that is equal for layers that cost the same.
+
+        Modules and parameters inside are numbered as they appear, so that two blocks that call one of several equal
+        modules each are alike; and so are blocks that drop more the deeper they stand.
+        """
+        self._inner = {}
         numbering: dict[str, int] = {}
         return tuple(self._call(call, module, numbering, inside=False) for call in calls)
 
@@ -43,9 +55,9 @@ class ClassKeys:
         if call.kind != "module":
             what: Key = (call.kind, call.target)
         elif inside:  # its parameters are among those of the module that holds it
-            what = (self._relative(call.target, layer), self._module_settings(call))
+            what = (self._named(call.target, layer), self._module_settings(call))
         else:
-            what = (self._relative(call.target, layer), self._module_settings(call), self._state(call.target))
+            what = (self._named(call.target, layer), self._module_settings(call), self._state(call.target))
         if call.kind != "module" or not call.body:
             arguments = (canonical(call.args), canonical(call.kwargs))
             return (*what, call.no_grad, call.in_place, arguments, canonical(call.result))
@@ -64,7 +76,7 @@ class ClassKeys:
                 described = (known.shape, known.dtype, known.requires_grad, known.follows_model_dtype) if known else ()
                 return ("value", numbering[name], described)
             case ParamRef(name):
-                return ("parameter", self._relative(name, layer))
+                return ("parameter", self._named(name, layer))
             case Fields(items):
                 return ("fields", tuple((name, self._freeze(item, layer, numbering)) for name, item in items))
             case dict():
@@ -73,7 +85,13 @@ class ClassKeys:
                 return (type(value).__name__, tuple(self._freeze(item, layer, numbering) for item in value))
             case Unsupported():
                 return ("unsupported", value.description)
+            case float() if self._inner is not None and value not in (0.0, 1.0):  # with these, some calls do nothing
+                return ("float",)
         return (type(value).__name__, repr(value))
+
+    def _named(self, name: str, layer: str) -> str | int:
+        local = self._relative(name, layer)
+        return local if self._inner is None else self._inner.setdefault(local, len(self._inner))
 
     def _relative(self, name: str, layer: str) -> str:
         """Return a name relative to the layer's module; what only others hold keeps its whole name.
@@ -91,15 +109,17 @@ class ClassKeys:
         return self._aliases[layer].get(name, name)
 
     def _state(self, name: str) -> Key:
-        """Return what is known of a module's parameters and buffers, ties inside it included."""
+        """Return what is known of a module's parameters and buffers, ties inside it included; each by its name and the
+        position of the first of those that are one, or without names by position alone."""
         if name not in self._states:
             module = self._modules[name]
-            first: dict[int, str] = {}
+            first: dict[int, int] = {}
             self._states[name] = tuple(
-                (local, tuple(t.shape), t.dtype, t.requires_grad, first.setdefault(id(t), local))
-                for local, t in _tensors(module)
+                (local, first.setdefault(id(t), position), tuple(t.shape), t.dtype, t.requires_grad)
+                for position, (local, t) in enumerate(_tensors(module))
             )
-        return self._states[name]
+        state = self._states[name]
+        return state if self._inner is None else tuple(item[1:] for item in state)
 
     def _module_settings(self, call: Call) -> Key:
         """Return the class of a module and, where its inside was not recorded, the plain attributes that steer it."""

@@ -7,11 +7,9 @@ without values has none either. A constructor that reads a value nobody has is r
 memory that is free.
 """
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +17,20 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planner.errors import CaptureError
+from planner.profiler.free_memory import free_bytes, is_out_of_memory
 from planner.profiler.memory import LiveBytes, makes_storage
 from planner.profiler.user_code import user_line
 from planner.units import format_bytes
 
 LARGE_BYTES = 16 * 2**20  # a mask of 2048 x 2048 numbers is still real, a layer's weights at full size are not
+LARGE_EMPTY_BYTES = 2**20  # what is made to be filled is most often a weight
 REAL_BYTES = 2**30  # of all real tensors that live at once
+_EMPTY = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_strided.default,
+}
 _REAL_BUILD_FRACTION = 0.5  # of the memory that is free, where a model has to be built for real
 
 
@@ -47,12 +53,12 @@ def build_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _build_for_real(build: Callable[[], nn.Module], reason: Exception) -> nn.Module:
-    limit = int(free_memory_bytes() * _REAL_BUILD_FRACTION)
+    limit = int(free_bytes() * _REAL_BUILD_FRACTION)
     try:
         with _Limited(limit):
             return build()
     except (_LimitError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, _LimitError) and "allocate memory" not in str(error):
+        if not isinstance(error, _LimitError) and not is_out_of_memory(error):
             raise
         raise CaptureError(
             f"{user_line(reason)}: building the model reads values of large tensors ({type(reason).__name__}: "
@@ -60,15 +66,6 @@ def _build_for_real(build: Callable[[], nn.Module], reason: Exception) -> nn.Mod
             "that is free here",
             hint="keep code that reads parameters out of build_model, or profile on a machine with more memory",
         ) from error
-
-
-def free_memory_bytes() -> int:
-    """Return the bytes of memory that this machine could give a process now."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # no Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager
@@ -133,10 +130,12 @@ class _WithoutValues(LiveBytes):  # type: ignore[no-untyped-call]
             except (NotImplementedError, RuntimeError):  # has no kernel for meta, or reads values
                 meta = ()
             size = sum(item.untyped_storage().nbytes() for item in _tensors(meta))
-            if size > LARGE_BYTES or (size and self.live + size > REAL_BYTES):
+            limit = min(LARGE_BYTES, LARGE_EMPTY_BYTES) if func in _EMPTY else LARGE_BYTES
+            if size > limit or (size and self.live + size > REAL_BYTES):
                 return meta
         result = func(*args, **kwargs)
-        self.follow(func, result)
+        if not any(item.device.type == "meta" for item in _tensors(result)):
+            self.follow(func, result)
         return result
 
     def _is_unknown(self, tensor: torch.Tensor) -> bool:

@@ -78,17 +78,27 @@ class ModuleSource:
 
     def _fill(self, module: nn.Module) -> None:
         converted: dict[int, torch.Tensor] = {}
+
+        def convert(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in converted:
+                converted[id(tensor)] = self._convert(tensor)
+            return converted[id(tensor)]
+
         for inner in module.modules():
             for name, param in inner._parameters.items():
                 if param is not None:
-                    inner._parameters[name] = converted.setdefault(id(param), self._convert(param))  # type: ignore[assignment]
+                    inner._parameters[name] = convert(param)  # type: ignore[assignment]
             for name, buffer in inner._buffers.items():
                 if buffer is not None:
-                    inner._buffers[name] = converted.setdefault(id(buffer), self._convert(buffer))
+                    inner._buffers[name] = convert(buffer)
+
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype that a parameter or buffer of the model is made in."""
+        return self._dtype if isinstance(tensor, nn.Parameter) and tensor.dtype == self._default else tensor.dtype
 
     def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
         is_param = isinstance(tensor, nn.Parameter)
-        dtype = self._dtype if is_param and tensor.dtype == self._default else tensor.dtype
+        dtype = self.dtype_of(tensor)
         if self._fake_mode is not None:
             with self._fake_mode:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)

@@ -1,9 +1,8 @@
 """Profiles a model: captures it, divides it into layers, and measures or computes each layer class once."""
 
 import platform
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.cluster import Gpu, read_gpu
-from planner.errors import ProfileError, UsageError
+from planner.cluster import read_gpu
+from planner.errors import CaptureError, UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.model_profile import (
     LayerClass,
@@ -26,16 +25,14 @@ from planner.model_profile import (
 )
 from planner.profiler import user_code as user
 from planner.profiler.buffers import update_notes
-from planner.profiler.capture import Capture, capture, input_tensors, named_tensors
+from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.class_keys import ClassKeys
 from planner.profiler.classes import OpenedClass, open_class, shardings_of
 from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
-from planner.profiler.execute import Target, outside_results, run_derived
 from planner.profiler.fake import model_dtype
 from planner.profiler.hidden import called_whole
 from planner.profiler.in_place import check_in_place
 from planner.profiler.inputs import argument_names, input_constants
-from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import (
     Segment,
     build_program,
@@ -46,37 +43,20 @@ from planner.profiler.layers import (
     variable_names,
 )
 from planner.profiler.loss_record import loss_record, read_loss, target_variables
-from planner.profiler.modules import ModuleSource
 from planner.profiler.notes import batch_norm_notes, degree_notes, hint_notes, loss_notes, noise_notes, whole_notes
 from planner.profiler.plain_tensors import plain_tensors
+from planner.profiler.pricing import Pricer, ProfiledClass, Progress
 from planner.profiler.recorder import Call
-from planner.profiler.segment import SegmentRunner
-from planner.profiler.segments import divided_nodes
-from planner.profiler.torch_internals import FakeTensorMode, check_torch
+from planner.profiler.torch_internals import check_torch
 from planner.profiler.tp_rules import applied_rules, check_applied, rules_inside
 from planner.program import Program
 from planner.shrink import Shrink, shrink_model_file
 from planner.tp_rules import TpRule
 
-Progress = Callable[[str, int, int], None]
-
 MEASURED_MICROBATCH_SIZES = (1, 2, 4, 8)
 COMPUTED_MICROBATCH_SIZES = (1, 2, 4)
 MEASURED_TP_DEGREES = (1, 2, 4)
 COMPUTED_TP_DEGREES = (1, 2, 4, 8)
-
-
-@dataclass(frozen=True)
-class _Class:
-    """A layer class: its first layer, the call of its module, and what it is opened into."""
-
-    name: str
-    segment: Segment
-    stop: int
-    call: Call
-    opened: OpenedClass
-    shardings: tuple[Sharding, ...]
-    whole: tuple[WholeAt, ...]
 
 
 def profile_model(
@@ -110,8 +90,9 @@ def profile_model(
         )
     progress("capturing the model", 0, 1)
     file = shrink_model_file(load_model_file(model_spec, inputs=inputs), shrink)
-    target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if gpu_type or device_name == "cuda" else None
-    captured = capture(file, dtype=target_dtype)
+    on_gpu = gpu_type is not None or device_name == "cuda"
+    target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if on_gpu else None
+    captured, target_dtype = _capture(file, target_dtype, asked=dtype is not None)
     captured, calls, meaning = read_loss(captured, blocks)
     input_names = variable_names(captured.inputs)
     named = {str(number): input_names[name] for name, number in captured.inputs.items()}
@@ -130,7 +111,7 @@ def profile_model(
         check_degrees(degrees, [(item.name, item.opened, item.whole) for item in classes])
     sizes = tuple(sorted(microbatch_sizes or (COMPUTED_MICROBATCH_SIZES if gpu_type else MEASURED_MICROBATCH_SIZES)))
     real = frozenset(item.name for item in classes if _looks_at_values(item, program, whole))
-    pricer = _Pricer(file, captured, with_loss, derived, gpu_type, torch.device(device_name), target_dtype, real)
+    pricer = Pricer(file, captured, with_loss, derived, gpu_type, torch.device(device_name), target_dtype, real)
     costs = pricer.price(classes, sizes, progress)
     flops = {layer_class.name: _flops_per_row(costs[layer_class.name]) for layer_class in classes}
     parameters, tied = _parameters(captured.model, with_loss)
@@ -183,6 +164,22 @@ def profile_model(
     )
 
 
+def _capture(file: ModelFile, dtype: torch.dtype | None, *, asked: bool) -> tuple[Capture, torch.dtype | None]:
+    """Return the capture and the dtype it is in: the one the model is built in, where a GPU's usual one fails."""
+    try:
+        return capture(file, dtype=dtype), dtype
+    except CaptureError as error:
+        if asked or dtype is None:
+            raise
+        try:
+            captured = capture(file)
+        except CaptureError:
+            raise error from None
+        own, usual = (str(item).removeprefix("torch.") for item in (model_dtype(captured.model), dtype))
+        note = f"profiled in {own}, the dtype the model is built in, because it fails in {usual}: {error.message}"
+        return replace(captured, notes=(*captured.notes, note)), None
+
+
 def _classes(
     captured: Capture,
     calls: list[Call],
@@ -191,48 +188,69 @@ def _classes(
     end: int,
     degrees: tuple[int, ...],
     rules: tuple[TpRule, ...],
-) -> tuple[list[_Class], list[str]]:
+) -> tuple[list[ProfiledClass], list[str]]:
     """Return the layer classes in order of first appearance, and the class of every layer."""
     keys = ClassKeys(captured)
-    known: dict[tuple[Any, ...], _Class] = {}
+    known: dict[Any, ProfiledClass] = {}
+    whole_ones: dict[Any, ProfiledClass] = {}
     taken: dict[str, int] = {}
     names: list[str] = []
-    applied: set[TpRule] = set()
     for segment in segments:
-        stop = end if segment is segments[-1] else segment.stop
+        is_last = segment is segments[-1]
+        members = calls[segment.start : segment.stop]
         styles = rules_inside(captured.model.get_submodule(segment.module), segment.module, rules)
-        described = keys.describe(calls[segment.start : segment.stop], segment.module)
-        key = (described, segment is segments[-1], styles)
+        key = (keys.describe(members, segment.module), is_last, styles)
         if key not in known:
+            cost_key = (keys.describe_cost(members, segment.module), is_last, styles)
             position = next(
                 i
                 for i in range(segment.start, segment.stop)
                 if program.nodes[i].kind == "module" and program.nodes[i].target == segment.module
             )
-            base = type(captured.model.get_submodule(segment.module)).__name__
-            taken[base] = taken.get(base, 0) + 1
             opened = open_class(captured, calls[position])
-            read = _parameters_read_beside(program, segment)
-            divided = [degree for degree in degrees if degree > 1]
-            found = [forbidden_at(opened, degree, captured.model, segment.module) for degree in divided]
-            whole = [item for item in found if item is not None]
-            shardings = tuple(
-                sharding
-                for degree, forbidden in zip(divided, found, strict=True)
-                if forbidden is None
-                for sharding in shardings_of(
-                    captured, calls[position], opened, degree, rules=rules, kept_whole=frozenset(read)
-                )
-            )
-            usable = {sharding.tp_degree for sharding in shardings} | {item.tp_degree for item in whole}
-            whole += [undivided_at(opened, degree) for degree in divided if degree not in usable]
-            name = base if taken[base] == 1 else f"{base}_{taken[base]}"
-            known[key] = _Class(name, segment, stop, calls[position], opened, shardings, tuple(whole))
+            shardings, whole = _divisions(captured, program, segment, calls[position], opened, degrees, rules)
+            # Its inside is written out only where it is divided: undivided, what counts is the cost.
+            alike = whole_ones.get(cost_key) if not shardings else None
+            if alike is None:
+                base = type(captured.model.get_submodule(segment.module)).__name__
+                taken[base] = taken.get(base, 0) + 1
+                name = base if taken[base] == 1 else f"{base}_{taken[base]}"
+                stop = end if is_last else segment.stop
+                alike = ProfiledClass(name, segment, stop, calls[position], opened, shardings, whole, cost_key)
+            if not shardings:
+                whole_ones[cost_key] = alike
+            known[key] = alike
         names.append(known[key].name)
+    applied: set[TpRule] = set()
     for item in known.values():
         applied |= applied_rules(captured, item.call, item.opened, rules)
     check_applied(rules, applied, captured.model)
-    return list(known.values()), names
+    return list({item.name: item for item in known.values()}.values()), names
+
+
+def _divisions(
+    captured: Capture,
+    program: Program,
+    segment: Segment,
+    call: Call,
+    opened: OpenedClass,
+    degrees: tuple[int, ...],
+    rules: tuple[TpRule, ...],
+) -> tuple[tuple[Sharding, ...], tuple[WholeAt, ...]]:
+    """Return the ways to divide a layer class, and for each degree without one why every rank holds the whole."""
+    read = _parameters_read_beside(program, segment)
+    divided = [degree for degree in degrees if degree > 1]
+    found = [forbidden_at(opened, degree, captured.model, segment.module) for degree in divided]
+    whole = [item for item in found if item is not None]
+    shardings = tuple(
+        sharding
+        for degree, forbidden in zip(divided, found, strict=True)
+        if forbidden is None
+        for sharding in shardings_of(captured, call, opened, degree, rules=rules, kept_whole=frozenset(read))
+    )
+    usable = {sharding.tp_degree for sharding in shardings} | {item.tp_degree for item in whole}
+    whole += [undivided_at(opened, degree) for degree in divided if degree not in usable]
+    return shardings, tuple(whole)
 
 
 def _parameters_read_beside(program: Program, segment: Segment) -> set[str]:
@@ -242,141 +260,11 @@ def _parameters_read_beside(program: Program, segment: Segment) -> set[str]:
     return {name.removeprefix(prefix) for node in nodes for name in node.params() if name.startswith(prefix)}
 
 
-def _looks_at_values(item: _Class, program: Program, whole: Mapping[str, str]) -> bool:
+def _looks_at_values(item: ProfiledClass, program: Program, whole: Mapping[str, str]) -> bool:
     """Return whether a class calls modules of `whole`, through which fake tensors can't go."""
     nodes = program.nodes[item.segment.start : item.segment.stop]
     targets = [node.target for node in nodes if node.kind == "module"]
     return any(name == target or name.startswith(f"{target}.") for name in whole for target in targets)
-
-
-class _Pricer:
-    """Prices layer classes one after another, each for every microbatch size, whole and divided.
-
-    What is computed for a GPU runs on fake tensors; the classes `real`, whose code looks at values, on the CPU.
-    """
-
-    def __init__(
-        self,
-        file: ModelFile,
-        captured: Capture,
-        program: Program,
-        derived: frozenset[str],
-        gpu: Gpu | None,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        real: frozenset[str],
-    ) -> None:
-        self._file, self._captured, self._program, self._derived, self._gpu, self._device = (
-            file,
-            captured,
-            program,
-            derived,
-            gpu,
-            device,
-        )
-        self._real = real
-        self._benches = [
-            (mode, ModuleSource(captured.model, device=device, dtype=dtype, fake_mode=mode))
-            for mode in (FakeTensorMode(allow_non_fake_inputs=True) if gpu is not None else None, None)
-        ]
-        self._fake_mode, self._source = self._benches[0]
-        self.dtype = dtype or model_dtype(captured.model)
-        self.least_rows = 1
-        self.notes: tuple[str, ...] = ()
-
-    def price(self, classes: list[_Class], sizes: tuple[int, ...], progress: Progress) -> dict[str, list[LayerCost]]:
-        """Return the costs of each class; ProfileError names the layer that fails.
-
-        A size with which a layer fails and a larger one does not is left out: `least_rows` are those that all run with.
-        """
-        total = sum(len(sizes) * (1 + len(item.shardings)) for item in classes)
-        costs: dict[str, list[LayerCost]] = {item.name: [] for item in classes}
-        done = 0
-        environments: dict[tuple[bool, int], dict[str, Any]] = {}
-        for item in sorted(classes, key=lambda item: item.name in self._real):
-            is_real = item.name in self._real
-            self._fake_mode, self._source = self._benches[is_real]
-            for rows in sizes:
-                if (is_real, rows) not in environments:
-                    environments[is_real, rows] = self._environment(rows)
-            for sharding in (None, *item.shardings):
-                self._source.release()
-                if sharding is not None:
-                    self._source.divide(item.segment.module, sharding)
-                too_few: ProfileError | None = None
-                found: list[LayerCost] = []
-                for rows in sizes:
-                    label = f"{item.name} rows {rows}" + (f" tp {sharding.tp_degree}" if sharding else "")
-                    progress(label, done, total)
-                    done += 1
-                    try:
-                        found.append(self._cost(item, sharding, rows, environments[is_real, rows]))
-                    except ProfileError as error:
-                        if found or rows == sizes[-1]:
-                            raise (too_few or error) from error
-                        too_few = too_few or error
-                if too_few is not None and found[0].microbatch_size > self.least_rows:
-                    self.least_rows = found[0].microbatch_size
-                    self.notes = (f"no plan has microbatches of fewer than {self.least_rows} rows: {too_few.message}",)
-                costs[item.name] += found
-        self._source.release()
-        progress("done", total, total)
-        return {
-            name: [cost for cost in listed if cost.microbatch_size >= self.least_rows] for name, listed in costs.items()
-        }
-
-    def _environment(self, rows: int) -> dict[str, Any]:
-        """Return the model's inputs, targets and what is computed from them alone, for a batch of `rows`."""
-        args, kwargs = split_arguments(user.example_inputs(self._file, rows))
-        given = input_tensors(self._captured.model, args, kwargs)
-        variables = variable_names(given)
-        tensors = {variables[name]: tensor for name, tensor in given.items()}
-        if self._captured.targets:
-            listed = named_tensors({"target": user.example_target(self._file, rows)})
-            names = target_variables(self._captured, variables.values())
-            tensors |= {names[name]: tensor for name, tensor in listed}
-        values = {name: self._place(tensor) for name, tensor in tensors.items()}
-        target = Target(rows, self._device, self.dtype)
-        with self._fake_mode or nullcontext():
-            return run_derived(
-                self._program,
-                self._derived,
-                values,
-                module_call=self._source.module,
-                parameter=self._source.parameter,
-                target=target,
-            )
-
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-        if self._fake_mode is not None:
-            with self._fake_mode:
-                return torch.empty(tensor.shape, dtype=dtype, device=self._device)
-        return tensor.detach().to(self._device, dtype)
-
-    def _cost(self, item: _Class, sharding: Sharding | None, rows: int, environment: dict[str, Any]) -> LayerCost:
-        nodes = self._program.nodes[item.segment.start : item.stop]
-        if sharding is not None:
-            nodes = divided_nodes(self._program, item.segment, item.stop, item.opened, sharding)
-        results = outside_results(self._program, item.segment.start, item.stop)
-        runner = SegmentRunner(
-            item.segment.name,
-            [node for node in nodes if not self._made_anew(node)],
-            self._program.tensors,
-            [name for name in results if name not in self._derived],
-            module_call=self._source.module,
-            parameter=self._source.parameter,
-            target=Target(rows, self._device, self.dtype),
-            environment=environment,
-            fake_mode=self._fake_mode,
-        )
-        if sharding is None:
-            return class_cost(runner, gpu=self._gpu)
-        return class_cost(runner, gpu=self._gpu, tp_degree=sharding.tp_degree, sharding=sharding.name)
-
-    def _made_anew(self, node: Any) -> bool:
-        writes = list(node.writes())
-        return bool(writes) and all(name in self._derived for name in writes)
 
 
 def _flops_per_row(costs: list[LayerCost]) -> float:

@@ -10,9 +10,11 @@ from torch import nn
 from planner.errors import ProfileError
 from planner.profiler.arguments import Environment, Target, find_dtype
 from planner.profiler.execute import RUN_ERRORS, last_reads, node_error, outside_reads, prepare_node
+from planner.profiler.free_memory import free_bytes, is_out_of_memory
 from planner.profiler.functions import checkpoints_not_reentrant
 from planner.profiler.torch_internals import FakeTensorMode
 from planner.program import Node, Tensor
+from planner.units import format_bytes
 
 _SEED = 0
 _FAKE_HINT = "an operator that fake tensors can't run can be measured: leave out --gpu, on a machine with the device"
@@ -47,6 +49,20 @@ def synthetic_value(tensor: Tensor, target: Target) -> torch.Tensor:
             value.zero_()
         return value.requires_grad_(tensor.requires_grad)
     return torch.zeros(sizes, dtype=dtype, device=target.device)
+
+
+def does_not_fit(
+    layer: str, rows: int, device: torch.device, param_bytes: int, error: BaseException | None = None
+) -> ProfileError:
+    """Return the error of a layer that does not fit the device by itself."""
+    reason = f" ({str(error).splitlines()[0]})" if error is not None and str(error) else ""
+    held = f"its parameters take {format_bytes(param_bytes)}, their gradients as much again"
+    return ProfileError(
+        f"layer {layer!r} with {rows} rows doesn't fit {device} by itself: "
+        f"{held if param_bytes else 'it has no parameters'}, and {format_bytes(free_bytes(device))} are free{reason}",
+        hint="compute for a GPU without running the layers (--gpu NAME), or profile smaller microbatches "
+        "(--microbatch-sizes)",
+    )
 
 
 class SegmentRunner:
@@ -111,12 +127,10 @@ class SegmentRunner:
         try:
             with checkpoints_not_reentrant():
                 yield
-        except torch.OutOfMemoryError as error:
-            raise ProfileError(
-                f"layer {self.name!r} with {self.target.rows} rows doesn't fit {self.target.device}: {error}",
-                hint="profile smaller microbatches (--microbatch-sizes), or compute for the GPU (--gpu NAME)",
-            ) from error
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                held = sum(param.numel() * param.itemsize for param in self.parameters)
+                raise does_not_fit(self.name, self.target.rows, self.target.device, held, error) from error
             raise ProfileError(
                 f"layer {self.name!r} can't be run forward and backward: {type(error).__name__}: {error}",
                 hint="check that the model trains on this device, in this dtype"
@@ -156,9 +170,9 @@ class SegmentRunner:
         for node, step, dead in zip(self._nodes, self._steps, self._dead, strict=True):
             try:
                 step(environment)
-            except torch.OutOfMemoryError:
-                raise  # told by `named_errors`: the node is not at fault
             except RUN_ERRORS as error:
+                if is_out_of_memory(error):
+                    raise  # told by `named_errors`: the node is not at fault
                 failure = node_error(node, error)
                 hint = _FAKE_HINT if self.fake_mode is not None else failure.hint
                 raise ProfileError(f"layer {self.name!r}: {failure.message}", hint=hint) from error
