@@ -168,6 +168,8 @@ def test_long_lines_are_broken_like_a_formatter_does() -> None:
     long = "x = function(" + ", ".join(f"argument_{index}=(1, 2)" for index in range(8)) + ")"
     assert list(wrap_lines([long]))[:2] == ["x = function(", "    argument_0=(1, 2),"]
     assert list(wrap_lines(["short = f(1)"])) == ["short = f(1)"]
+    comprehension = f'x = {{f"{"a" * 90}.{{index}}": function for index in range(1, 4)}}'
+    assert ast.dump(ast.parse("\n".join(wrap_lines([comprehension])))) == ast.dump(ast.parse(comprehension))
     assert ast.dump(ast.parse("\n".join(wrap_lines([long])))) == ast.dump(ast.parse(long))
 
 

@@ -150,7 +150,6 @@ def test_attention_that_drops_nothing_draws_nothing() -> None:
     [
         ("control:early_exit", "__bool__"),
         ("control:any_in_mask", "__bool__"),
-        ("control:asserted", "__bool__"),
         ("control:until_small", "__bool__"),
         ("control:tensor_index", "__int__"),
         ("control:to_numpy", "numpy"),

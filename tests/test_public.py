@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from planner.emitter import emit, write_plan
+from planner.model_file import load_model_file
 from planner.profiler import profile_model
+from planner.profiler.capture import capture
 from planner.runner import verify
 from planner.runner.pool import WorkerPool
 from tests.zoo.plans import even_plan
@@ -20,7 +22,22 @@ def pool() -> Iterator[WorkerPool]:
         yield pool
 
 
-@pytest.mark.parametrize("name", ["plain_tensors"])
+def test_checks_of_values_are_told_and_computed_by_no_plan() -> None:
+    captured = capture(load_model_file(f"{ZOO}:build_checked", inputs="inputs_checked"))
+    lines = ZOO.read_text(encoding="utf-8").splitlines()
+    told = [note.split(": ")[0].rpartition(":")[2] for note in captured.notes if "a check of values" in note]
+    assert [lines[int(line) - 1].split("(")[0].split()[0] for line in told] == [
+        "assert",
+        "if",
+        "torch._check_tensor_all",
+        "normal",
+        "return",
+    ]
+    assert not {"all", "isfinite", "ge", "lt"} & {call.target.rpartition(".")[2] for call in captured.calls}
+    assert any("builtins.object" in note for note in captured.notes)
+
+
+@pytest.mark.parametrize("name", ["plain_tensors", "checked"])
 def test_is_exact(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     profile = profile_model(
         f"{ZOO}:build_{name}",

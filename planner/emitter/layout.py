@@ -23,8 +23,9 @@ def _wrap(line: str) -> Iterator[str]:
     items = _split(line[opening + 1 : end])
     tail = line[end + 1 :]
     yield line[: opening + 1]
+    comma = "" if len(items) == 1 and _is_comprehension(items[0]) else ","
     for item in items:
-        yield from _wrap(f"{indent}    {item},")
+        yield from _wrap(f"{indent}    {item}{comma}")
     yield f"{indent}{line[end]}{tail}"
 
 
@@ -69,6 +70,11 @@ def _brackets(text: str) -> Iterator[tuple[int, str, int]]:
 
 def _matching(line: str, opening: int) -> int:
     return next((opening + position for position, _, depth in _brackets(line[opening:]) if position and not depth), -1)
+
+
+def _is_comprehension(content: str) -> bool:
+    top = "".join(character if depth == 0 else "" for _, character, depth in _brackets(content))
+    return " for " in top
 
 
 def _split(content: str) -> list[str]:

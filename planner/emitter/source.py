@@ -62,7 +62,7 @@ def tied_groups(profile: ModelProfile) -> list[tuple[str, ...]]:
 
     Where such a parameter lives on several stages, they sum its gradient.
     """
-    groups = list(profile.tied)
+    groups = [group for group in profile.tied if not profile.parameters[group[0]].buffer]
     known = {name for group in groups for name in group}
     alone = [shared.name for shared in shared_storages(profile) if shared.trainable and shared.name not in known]
     return [*groups, *((name,) for name in alone)]

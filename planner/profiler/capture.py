@@ -8,6 +8,7 @@ mode. Constants that change between recordings are what depends on those things;
 import copy
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from planner.profiler.fake import make_fake
 from planner.profiler.hidden import open_escaping
 from planner.profiler.meta_build import build_meta
 from planner.profiler.plain_tensors import emptied_caches
-from planner.profiler.recorder import Call, Recording, record
+from planner.profiler.recorder import Call, Recording, Unsupported, record
 from planner.profiler.state import Attributes, attributes_of, changed_since, set_state, state_of
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.profiler.whole import WholeRuns
@@ -40,6 +41,7 @@ from planner.program import (
     Tensor,
     TrainingValue,
     leaves,
+    map_argument,
 )
 
 # Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple. What
@@ -194,7 +196,8 @@ def _containers_of_blocks(model: nn.Module) -> frozenset[str]:
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Give modules back everything they had, parameters too: a forward may keep values on them, here fake ones."""
     before = [(module, dict(vars(module))) for module in model.modules()]
-    listed = [(value, copy.copy(value)) for _, kept in before for value in kept.values() if type(value) in (list, dict)]
+    kinds = (list, dict, OrderedDict)
+    listed = [(value, copy.copy(value)) for _, kept in before for value in kept.values() if type(value) in kinds]
     try:
         yield
     finally:
@@ -266,7 +269,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     if state := state_of(base, dict(meta.named_parameters(remove_duplicate=False))):
         _check_stateless(file, meta, dtype, base, state)
     open_escaping(base.calls, (*base.inputs.values(), *base.targets.values()), (base.output, base.loss))
-    notes: list[str] = []
+    notes = [f"{line}: a check of values, which a plan does not make" for line in base.checks]
 
     # What is spelled out has to be no draw: then the model is built a second time for the second recording.
     other = user.build(file, build_meta) if base.constants else meta
@@ -323,13 +326,25 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         targets=base.targets,
         calls=tuple(merged.calls),
         loss_calls=tuple(merged.loss_calls),
-        output=merged.output,
+        output=_returned(merged.output, notes),
         loss=merged.loss,
         tensors=tensors,
         updated_buffers=base.updated_buffers,
         storages={str(number): int(t.untyped_storage()._cdata) for number, t in base.tensors.items()},
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _returned(output: Any, notes: list[str]) -> Any:
+    """Return the output with a text for what no plan can return (a cache), so that the rest keeps its place."""
+
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, Unsupported):
+            return leaf
+        notes.append(f"the model's output holds a {leaf.description}, which a plan can't return: a text stands for it")
+        return f"<{leaf.description}>"
+
+    return map_argument(output, change)
 
 
 def _check_constants(base: Recording, other: Recording) -> None:

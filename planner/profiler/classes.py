@@ -11,7 +11,7 @@ from planner.model_profile import Sharding
 from planner.profiler.blocks import hidden_inputs, open_calls
 from planner.profiler.capture import Capture
 from planner.profiler.layers import build_program
-from planner.profiler.plain_tensors import plain_tensors
+from planner.profiler.plain_tensors import constants
 from planner.profiler.recorder import Call
 from planner.program import ParamRef, Program, Ref, Tensor, leaves, map_argument
 from planner.tp_rules import LayerBody, ModuleInfo, TpRule, find_shardings, layer_rules, standalone_sharding
@@ -47,8 +47,8 @@ def open_class(capture: Capture, call: Call) -> OpenedClass:
     """Return the opened body of the layer class that a module call stands for."""
     module = capture.model.get_submodule(call.target)
     shapes = {
-        name: tuple(p.shape)
-        for name, p in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        name: tuple(tensor.shape)
+        for name, tensor in (*module.named_parameters(remove_duplicate=False), *constants(module).items())
     }
     call = _opened_leaves(capture.model, call)
     if call.leaf:
@@ -147,9 +147,8 @@ def _pass_parameters(call: Call) -> Call:
 def _foreign_tensors(model: nn.Module, inputs: dict[str, str]) -> dict[str, Tensor]:
     """Return what is known of the parameters among a block's arguments."""
     found = {
-        **plain_tensors(model),
         **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
+        **constants(model),
     }
     return {
         name: Tensor(
@@ -220,7 +219,8 @@ def _module_info(capture: Capture, call: Call, module: nn.Module) -> ModuleInfo:
         refs = list(dict.fromkeys(leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)))
         inputs = {number: f"input_{position}" for position, number in enumerate(refs)}
         body = build_program(call.body, inputs, call.result, capture.tensors, relative_to=call.target)
-        return ModuleInfo(kind="recorded", parameters=parameters, num_bytes=num_bytes, body=body)
+        kept = {name: tuple(tensor.shape) for name, tensor in constants(module).items()}
+        return ModuleInfo(kind="recorded", parameters=parameters, num_bytes=num_bytes, body=body, constants=kept)
     if call.leaf and not parameters and not call.body:
         return ModuleInfo(kind="elementwise" if isinstance(module, nn.Identity) else "opaque", parameters=parameters)
     return ModuleInfo(kind="opaque", parameters=parameters, num_bytes=num_bytes)

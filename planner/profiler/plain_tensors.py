@@ -37,6 +37,11 @@ def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def constants(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers and plain tensors of a module by name."""
+    return plain_tensors(module) | dict(module.named_buffers(remove_duplicate=False))
+
+
 def spelled_out(tensor: torch.Tensor) -> Any:
     """Return the values of a small tensor as numbers in lists, None for one whose values nobody has, or too many."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.requires_grad or tensor.is_sparse:

@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
 from planner.errors import CaptureError
 from planner.profiler.buffers import Buffers
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, Run, seen_functions
 from planner.profiler.plain_tensors import plain_tensors, spelled_out
+from planner.profiler.targets import target_of
 from planner.profiler.torch_internals import LOSS_MODULE, unrecorded
+from planner.profiler.value_checks import caller, drop_unread, passing_value
 from planner.profiler.whole import CannotRunError, WholeRuns
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref, leaves
 
@@ -47,31 +49,6 @@ _IN_PLACE_DUNDERS = {
     "__ixor__",
     "__ifloordiv__",
 }
-_OPERATORS = {
-    name: f"operator.{name.strip('_')}"
-    if name not in ("__and__", "__or__", "__invert__")
-    else f"operator.{name.strip('_')}_"
-    for name in (
-        *(
-            "__add__",
-            "__sub__",
-            "__mul__",
-            "__truediv__",
-            "__floordiv__",
-            "__mod__",
-            "__pow__",
-            "__matmul__",
-            "__neg__",
-        ),
-        *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__invert__"),
-    )
-}
-_OPERATORS["__invert__"] = "operator.invert"
-
-
-# Functions of torch that are Python, and call what is recorded by a name that is not public.
-_PUBLIC_NAMES = {"torch._grouped_mm": "torch.nn.functional.grouped_mm"}
-
 # Of torch's modules, those whose forward is a composition of layers.
 _OPENED: tuple[type[nn.Module], ...] = (
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
@@ -112,7 +89,8 @@ class Recording:
     """The calls of a forward, the values they made (by number) and the structure of the output and the loss.
 
     `constants` are the values of the tensors that stood outside the model, each with the line that read it,
-    `updated_buffers` the names of those that the forward changed.
+    `updated_buffers` the names of those that the forward changed, `checks` the lines that only check values, which the
+    program does not.
     """
 
     inputs: dict[str, int]
@@ -125,6 +103,7 @@ class Recording:
     constants: tuple[tuple[str, Any], ...] = ()
     updated_buffers: tuple[str, ...] = ()
     kept: dict[tuple[str, str], Any] = field(default_factory=dict)
+    checks: tuple[str, ...] = ()
 
 
 class ValueReadError(CaptureError):
@@ -170,6 +149,8 @@ class _Recorder(TorchFunctionMode):
         self.in_leaf = False
         self.draws = Draws()
         self.constants: list[tuple[str, int, Any]] = []
+        self.checked: set[str] = set()
+        self.check_locations: dict[str, None] = {}
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -284,14 +265,15 @@ class _Recorder(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
+            if name in ("__bool__", "item") and (passes := passing_value(caller(1))) is not None:
+                return self._passed(args[0], passes)
             self.check_values(name, error)
             raise
         if not (name == "__setitem__" or any(isinstance(item, torch.Tensor) for item in _flatten(result))):
             return result
-        kind, target = _target(func, name)
+        kind, target = target_of(func, name)
         if kind == "skip":
             return result
-        target = _PUBLIC_NAMES.get(target, target)
         known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         call = self.add(kind, target, tuple(args), kwargs)
         call.random = self.draws.count > drawn
@@ -341,6 +323,13 @@ class _Recorder(TorchFunctionMode):
             return tuple(
                 dict.fromkeys(Ref(str(self.bind(item))) for item, before in versions if item._version > before)
             )
+
+    def _passed(self, condition: torch.Tensor, passes: bool) -> bool:
+        """Note that a check of values was passed and is not part of the program; return the truth of its condition."""
+        if id(condition) in self.values:
+            self.checked.add(str(self.values[id(condition)]))
+        self.check_locations[self.location()] = None
+        return passes
 
     def call_function(self, function: type, apply: Run, args: Any, kwargs: Any) -> Any:
         """Apply a custom autograd function; what it does inside is not recorded."""
@@ -467,42 +456,6 @@ def _fresh(result: Any, known: set[int]) -> Any:
     return result
 
 
-def _target(func: Any, name: str) -> tuple[Any, str]:
-    """Return the kind and name by which a program calls a torch function."""
-    if name == "__get__":
-        owner = (resolve_name(func) or "").split(".")
-        return ("attribute", owner[-2]) if len(owner) >= 2 else ("skip", "")
-    if name == "__set__":
-        raise CaptureError(
-            f"setting an attribute of a tensor ({resolve_name(func)}) can't be recorded", hint="use a method"
-        )
-    if name == "__getitem__":
-        return "getitem", ""
-    if name == "__setitem__":
-        return "setitem", ""
-    resolved = resolve_name(func) or ""
-    namespace, _, attribute = resolved.rpartition(".")
-    if namespace in ("torch.Tensor", "torch._C.TensorBase", "torch._C._TensorBase"):
-        if attribute in _OPERATORS:
-            return "function", _OPERATORS[attribute]
-        return "method", attribute
-    if namespace.startswith("torch"):
-        for public in ("torch.nn.functional", "torch.special", "torch.fft", "torch.linalg", "torch._C._nn", "torch"):
-            module: Any = torch
-            for part in public.split(".")[1:]:
-                module = getattr(module, part)
-            if getattr(module, name, None) is func:
-                return "function", f"{public}.{name}"
-        return "function", resolved
-    for public in ("torch.nn.functional", "torch", "torch._C._nn"):
-        module = torch
-        for part in public.split(".")[1:]:
-            module = getattr(module, part)
-        if getattr(module, name, None) is func:
-            return "function", f"{public}.{name}"
-    return "function", resolved or name
-
-
 @contextmanager
 def _patched_module_call(recorder: _Recorder) -> Iterator[None]:
     original = nn.Module.__call__
@@ -548,6 +501,17 @@ def record(
         structure = recorder.encode(output, defining=True)
         asked = {name: recorder.bind(tensor) for name, tensor in targets.items()}
         scalar = recorder.encode(loss(output), defining=True) if loss is not None else structure
-    updated = recorder.buffers.updated()
-    constants = tuple((location, values) for location, _, values in recorder.constants)
-    return Recording(named, asked, calls, structure, recorder.frames[0], scalar, recorder.tensors, constants, updated)
+    if recorder.checked:
+        drop_unread((calls, recorder.frames[0]), (structure, scalar), recorder.checked)
+    return Recording(
+        inputs=named,
+        targets=asked,
+        calls=calls,
+        output=structure,
+        loss_calls=recorder.frames[0],
+        loss=scalar,
+        tensors=recorder.tensors,
+        constants=tuple((location, values) for location, _, values in recorder.constants),
+        updated_buffers=recorder.buffers.updated(),
+        checks=tuple(recorder.check_locations),
+    )

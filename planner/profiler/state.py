@@ -4,6 +4,7 @@ A program has the values of one forward. What is only kept (for people to look a
 and so is a cache of what depends on no data; what the next forward reads is not.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,17 +19,18 @@ from planner.program import ParamRef, Ref, leaves
 Attributes = dict[tuple[str, str], Any]
 
 _OWN = {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks"}  # a forward may install some, and note that it did
 # Of what they read, these give only the shape, dtype or device of all but their first argument.
 _LIKE = ("_like", "type_as", "to", "expand_as", "view_as", "reshape_as")
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """Return the plain attributes of every module; lists and dicts are copied."""
+    """Return the plain attributes of every module, its hooks among them; lists and dicts are copied."""
     return {
-        (name, key): value
+        (name, key): dict(value) if key in _HOOKS else value
         for name, module in model.named_modules()
         for key, value in plain_attributes(vars(module)).items()
-        if key not in _OWN and not key.endswith("_hooks")
+        if key not in _OWN and (key in _HOOKS or not key.endswith("_hooks"))
     }
 
 
@@ -40,6 +42,9 @@ def changed_since(model: nn.Module, before: Attributes) -> Attributes:
 def set_state(model: nn.Module, state: Attributes) -> None:
     """Give modules the attributes of an earlier forward; tensors become others, which no recording knows."""
     for (owner, key), value in state.items():
+        if key in _HOOKS:
+            vars(model.get_submodule(owner))[key] = OrderedDict(value)
+            continue
         other = map_tensors(value, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         vars(model.get_submodule(owner))[key] = other
 

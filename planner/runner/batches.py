@@ -87,7 +87,7 @@ def make_batches(
             key = (id(leaf), source in (ignored or {}))
             if key not in known:
                 new = leaf
-                if num_steps > 1 and leaf.shape == other.shape and torch.equal(leaf, other):
+                if num_steps > 1 and leaf.shape == other.shape and torch.equal(leaf, other) and not _MASK.search(name):
                     new = _vary(leaf, generator, rows_dim or 0)
                 if key[1] and rows_dim is not None:
                     new = _leave_out(new, (ignored or {})[source], rows_dim, generator)

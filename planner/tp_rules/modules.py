@@ -163,7 +163,7 @@ def _through(tables: Tables, info: ModuleInfo, node: Node, given: list[Ref], sta
     inner: dict[Ref | ParamRef, Shard | None] = {}
     for name, outer in zip(body.inputs, given, strict=True):
         inner[Ref(name)] = states.get(outer)
-    shapes = dict(info.parameters)
+    shapes = info.constants | info.parameters
     for step in body.nodes:
         if step.kind in ("module", "setitem"):
             raise IllegalShardingError("a leaf module calls modules or writes in place")

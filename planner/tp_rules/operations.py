@@ -34,6 +34,8 @@ class Context:
         if isinstance(argument, Ref):
             return self.tensors[argument.name].shape
         if isinstance(argument, ParamRef):
+            if argument.name not in self.parameter_shapes:
+                raise IllegalShardingError(f"{argument.name} is a parameter of another layer")
             return self.parameter_shapes[argument.name]
         return ()
 

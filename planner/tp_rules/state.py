@@ -7,7 +7,7 @@ Shard     every rank holds, and gets the gradient of, its slice along one dimens
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from planner.program import BatchInt, Program
@@ -22,7 +22,8 @@ class ModuleInfo:
     `linear` has `weight_out_dim` (0 for nn.Linear, 1 for a transposed weight such as Hugging Face's Conv1D) and maybe a
     bias. `embedding` has (rows, columns). `normalization` works over the last `normalized_dims`
     dimensions. `elementwise` maps every element by itself; with `additive` it maps sums to sums (dropout).
-    `recorded` has a body of its own to propagate through; `opaque` takes whole values only.
+    `recorded` has a body of its own to propagate through; `opaque` takes whole values only. `constants` are the shapes
+    of its buffers and plain tensors, which stay whole.
     """
 
     kind: ModuleKind
@@ -32,6 +33,7 @@ class ModuleInfo:
     normalized_dims: int = 1
     additive: bool = False
     body: Program | None = None
+    constants: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,11 @@ SHIFT = torch.linspace(-1, 1, WIDTH).view(1, 1, WIDTH)
 
 
 def loss_fn(output: Any) -> Tensor:
-    """Return the mean square of the output."""
-    return (output.double() ** 2).mean()
+    """Return the mean square of every output together."""
+    tensors = (
+        [output] if isinstance(output, Tensor) else [value for value in output.values() if isinstance(value, Tensor)]
+    )
+    return torch.stack([(tensor.double() ** 2).mean() for tensor in tensors]).sum()
 
 
 def rotations(width: int, length: int) -> Tensor:
@@ -72,9 +75,57 @@ class PlainTensors(nn.Module):
         return self.head(x)
 
 
+class Swish(nn.Module):
+    """An activation with a buffer and a plain tensor of its own, and no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("beta", torch.tensor(1.5), persistent=False)
+        self.shift = torch.tensor(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x) + self.shift
+
+
+class Checked(nn.Module):
+    """Checks of values, as statements and in torch itself; a hook that keeps what a layer returns; any object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act = nn.Linear(WIDTH, 2 * WIDTH), Swish()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2 * WIDTH, 2 * WIDTH), self.act) for _ in range(2))
+        self.head = nn.Linear(2 * WIDTH, 3)
+        self.hooked = False
+        self.kept: list[Tensor] = []
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept.append(output)
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Any]:
+        assert (mask >= 0).all(), "a mask is not negative"
+        if mask is not None and not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        if not self.hooked:
+            self.blocks[0].register_forward_hook(self.keep)
+            self.hooked = True
+        self.kept = []
+        x = self.act(self.first(x * mask))
+        torch._check_tensor_all(mask < 2, lambda: "a mask is one or zero")
+        for block in self.blocks:
+            x = block(x)
+        normal = torch.distributions.Normal(self.head(x), 1.0)
+        return {"out": normal.mean + self.kept[0].mean(), "odds": normal.log_prob(torch.zeros(())), "cache": object()}
+
+
 def ids(rows: int) -> tuple[Tensor]:
     return (torch.randint(0, 32, (rows, 6)),)
 
 
+def masked(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, WIDTH), torch.ones(rows, WIDTH)
+
+
 build_plain_tensors = PlainTensors
 inputs_plain_tensors = ids
+build_checked = Checked
+inputs_checked = masked

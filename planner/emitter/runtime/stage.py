@@ -120,8 +120,9 @@ class PlanStage(nn.Module):
             if attribute in owner._parameters:
                 parent.register_parameter(attribute, owner._parameters[attribute])
             elif attribute not in owner._buffers:  # a plain attribute: constant data, which here moves with the stage
+                value = getattr(owner, attribute)
                 vars(parent).pop(attribute, None)
-                parent.register_buffer(attribute, getattr(owner, attribute), persistent=False)
+                parent.register_buffer(attribute, value, persistent=False)
             else:
                 persistent = attribute not in owner._non_persistent_buffers_set
                 parent.register_buffer(attribute, owner._buffers[attribute], persistent=persistent)
