@@ -160,7 +160,9 @@ def stage_code(
             for transfer in transfers:
                 yield f"{pad * 2}{_value(transfer, title, stage.rows)},"
             yield f"{pad})"
-    units = [call.module for call in stage.layers if _is_unit(call, tied)]
+    # data parallelism hands a unit views of its arguments, which it could not write in place
+    writing = {node.target for node in stage.nodes if node.kind == "module" and node.written}
+    units = [call.module for call in stage.layers if _is_unit(call, tied) and call.module not in writing]
     if units:
         yield f"{pad}units = {_numbered(tuple(dict.fromkeys(units)))}"
     divided = {call.module: tensor_parallel_name(call) for call in stage.layers if call.sharding is not None}
