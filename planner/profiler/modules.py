@@ -73,8 +73,18 @@ class ModuleSource:
         """Return a parameter, buffer or plain tensor that no module call holds."""
         if name not in self._tensors:
             with unset_fake_temporarily():
-                self._tensors[name] = self._convert(find_tensor(self._model, name))
+                self._tensors[name] = self._convert(self._part(name, find_tensor(self._model, name)))
         return self._tensors[name]
+
+    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what one rank holds of a parameter that code reads directly: its slice, where it is divided."""
+        prefix = f"{self._divided}." if self._divided else ""
+        if self._sharding is None or not name.startswith(prefix):
+            return tensor
+        division = self._sharding.parameters.get(name.removeprefix(prefix))
+        if division is None:
+            return tensor
+        return nn.Parameter(_local(tensor, division, self._sharding.tp_degree), requires_grad=tensor.requires_grad)
 
     def _fill(self, module: nn.Module) -> None:
         converted: dict[int, torch.Tensor] = {}
