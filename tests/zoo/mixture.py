@@ -58,16 +58,15 @@ class Scale(nn.Module):
 
 
 class Block(nn.Module):
-    """It keeps the router's logits on itself, for whoever reads them later."""
+    """A hook keeps the router's logits for whoever reads them later."""
 
     def __init__(self, shared: Shared, scale: Scale) -> None:
         super().__init__()
         self.shared, self.scale, self.router, self.experts = shared, scale, Router(), Experts()
-        self.logits: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.scale(x + self.shared(x)).reshape(-1, WIDTH)
-        self.logits, weights, chosen = self.router(flat)
+        _, weights, chosen = self.router(flat)
         return x + self.experts(flat, weights, chosen).view_as(x)
 
 
@@ -80,15 +79,21 @@ class Mixture(nn.Module):
         shared, scale = Shared(), Scale()
         self.blocks = nn.ModuleList(Block(shared, scale) for _ in range(3))
         self.head = nn.Linear(WIDTH, WIDTH)
+        self.logits: list[Tensor] = []
+        self.is_hooked = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.is_hooked:  # as libraries do, at the first forward
+            for block in self.blocks:
+                block.router.register_forward_hook(lambda module, inputs, output: self.logits.append(output[0]))
+            self.is_hooked = True
+        self.logits.clear()
         y = self.embed(x)
         for block in self.blocks:
             y = block(y)
         tokens = 0.0
         loss = torch.zeros(EXPERTS, dtype=torch.float32)
-        for block in self.blocks:
-            logits = block.logits
+        for logits in self.logits:
             loss = loss + logits.softmax(-1).sum(0).square() / TOKENS
             tokens = tokens + logits.shape[0]
         return self.head(y), (loss / tokens).sum() * (1.0 / x.shape[0])
