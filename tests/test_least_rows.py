@@ -9,7 +9,7 @@ from planner.errors import ProfileError
 from planner.model_profile import ModelProfile
 from planner.profiler import profile_model
 from planner.solver import Solution, SolveRequest, solve
-from tests.test_main_job import origin_of
+from tests.zoo.solved import origin_of
 
 MODEL = """
 import torch

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from planner.cluster import default_cluster
 from planner.emitter import emit, write_plan
-from planner.local_cluster import local_cluster
 from planner.model_profile import ModelProfile
-from planner.plan import Origin, Plan
+from planner.plan import Plan
 from planner.profiler import profile_model
 from planner.runner import verify
 from planner.runner.pool import WorkerPool
-from planner.solver import SolveRequest, solve
+from tests.zoo.solved import solution_of
 
 pytest.importorskip("transformers", reason="the models are of transformers")
 
@@ -35,29 +33,8 @@ CELLS = (
 )
 
 
-def origin_of(profile: ModelProfile) -> Origin:
-    return Origin(
-        model_path=profile.provenance.model_path,
-        model_hash=profile.provenance.model_hash,
-        profile_path="",
-        profile_hash="",
-        cluster="",
-        cluster_hash="",
-        torch_version=profile.provenance.torch_version,
-        planner_version="",
-    )
-
-
 def solved(profile: ModelProfile, num_gpus: int, pins: dict[str, object], batch: int) -> Plan:
-    precision = "bf16-mixed" if profile.provenance.gpu else "fp32"
-    request = SolveRequest(
-        num_gpus=num_gpus,
-        global_batch_size=batch,
-        precision=precision,  # type: ignore[arg-type]
-        pins=tuple((key, str(value)) for key, value in pins.items()),
-    )
-    cluster = default_cluster(num_gpus, profile.provenance.gpu) if profile.provenance.gpu else local_cluster(num_gpus)
-    solution = solve(profile, cluster, request, origin=origin_of(profile))
+    solution = solution_of(profile, num_gpus, pins, batch)
     assert solution.plan is not None, solution.conflict
     assert solution.status == "optimal"
     return solution.plan
