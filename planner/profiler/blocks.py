@@ -84,7 +84,7 @@ def select_calls(
     `chosen` names containers whose members are the blocks, as in `--blocks model.layers`; else `find_blocks` tells.
     The modules `opened` are replaced by their calls in any case.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     if chosen:
         for name in chosen:
             if name not in modules:
