@@ -131,16 +131,16 @@ def _build_stage(stage: PlanStage, mesh: DeviceMesh | None, filler: _Filler | No
             styles[f"{name}.{key}" if key else name] = style
     built: dict[int, ParallelStyle | None] = {}  # a module that is shared stands in the stage by several names
     for name, module in [*stage.named_modules(remove_duplicate=False)]:
-        style = styles.pop(name) if name in styles else None
+        own = styles.pop(name) if name in styles else None
         if id(module) in built:
-            if style != built[id(module)]:
+            if own != built[id(module)]:
                 raise PlanError(f"this plan divides {name!r}, a module that it has by other names too, in two ways")
             continue
-        built[id(module)] = style
+        built[id(module)] = own
         if filler is not None:
             filler.fill(name, module)
-        if mesh is not None and style is not None:
-            parallelize_module(module, mesh, style)
+        if mesh is not None and own is not None:
+            parallelize_module(module, mesh, own)
     if mesh is None:
         return
     if styles:
