@@ -101,7 +101,7 @@ def read_meaning(
         counts=walk.used_counts([*changed, *changed_loss]),
         coupled=_grouped(walk.coupled),
         ignored=walk.ignored,
-        degree=kind.degree if kind.form == "linear" else 0,
+        degree=kind.degree if kind.form == "linear" and now not in walk.mixed else 0,
         rewrites_loss=[id(c) for c in changed_loss] != [id(c) for c in loss_calls]
         or bool(walk.used_counts(changed_loss)),
         inside=frozenset(walk.inside),
@@ -190,6 +190,8 @@ class _Walk(Rules):
         if made is None:
             made = self.unknown(call, name, operands)
         kind, calls = made
+        if any(leaf.name in self.mixed for leaf in operands):
+            self.mixed.update(number for number in results if not batch_dims(self.tensors[number]))
         for number in results:
             if number in self.counts and self.owner is None:
                 self.kinds[number] = CONSTANT

@@ -24,6 +24,9 @@ from planner.profiler.loss_state import State, place, refs
 from planner.profiler.recorder import Call
 from planner.program import BatchFloat, BatchInt, ParamRef, Ref, Tensor, leaves, map_argument
 
+_NUMBERS = (ParamRef, BatchInt, BatchFloat)
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}  # what sums are begun with
+
 
 class Rules(State):
     """The rules: each takes a call, and gives the kind of what it makes and the calls that take its place."""
@@ -53,6 +56,8 @@ class Rules(State):
         """Return the kind of what a known operation makes and the calls that do it; None for other operations."""
         if call.in_place or call.kind == "setitem":
             return None
+        if name in _ZEROS:
+            self.zeros.update(refs(call.result))
         kinds = [self.kind(leaf) for leaf in operands]
         if set(kinds) <= {CONSTANT} and not any(isinstance(leaf, BatchInt | BatchFloat) for leaf in leaves(call.args)):
             return CONSTANT, [call]
@@ -98,8 +103,10 @@ class Rules(State):
         real = [
             (term, kind)
             for term, kind in zip(terms, kinds, strict=True)
-            if isinstance(term, Ref | ParamRef | BatchInt | BatchFloat) or term
+            if (term.name not in self.zeros if isinstance(term, Ref) else isinstance(term, _NUMBERS) or term)
         ]
+        if not real:
+            return CONSTANT, [call]
         degrees = {kind.degree if kind.form == "linear" else 0 for _, kind in real}
         if len(degrees) <= 1 and all(kind.form == "linear" for _, kind in real):
             return real[0][1], [call]

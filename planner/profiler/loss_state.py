@@ -58,6 +58,8 @@ class State:
         self.coupled: dict[tuple[str, str], None] = {}  # where, and what
         self.inside: set[str] = set()
         self.made: dict[str, str] = {}
+        self.mixed: set[str] = set()  # values of the whole batch that are no sum over rows: each microbatch has its own
+        self.zeros: set[str] = set()  # tensors of zeros
         self.direct: set[str] = set()  # counts that only divide a sum over rows
         self.alias: dict[str, str] = {}  # values that were written in place: what they are now
         self.parts: str | None = None
@@ -84,6 +86,8 @@ class State:
         """Note that rows depend on one another, where the loss depends on that."""
         if number in self.relevant:
             self.coupled[where, what] = None
+            if not batch_dims(self.tensors[number]):
+                self.mixed.add(number)
 
     def settle(self, value: Any) -> bool:
         """Make a linear value made from inputs and targets alone a count, a constant of the step; whether it is one."""
@@ -128,6 +132,9 @@ class State:
     def scaled(self, value: Ref, degree: int, like: Call) -> tuple[str, list[Call]]:
         """Return the value with degree 0, and the calls that make it: times the number of microbatches of the step."""
         calls = []
+        if value.name in self.mixed:
+            self.kinds[value.name] = MEAN
+            return value.name, []
         if self.owner is not None:
             self.inside.add(self.owner)
             return value.name, []
