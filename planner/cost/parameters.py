@@ -56,7 +56,9 @@ class ParameterCounts:
                 chosen = stage.shardings.get(layer_class.name, REPLICATED)
                 rule = layer_class.sharding(chosen, stage.tp_degree)
                 whole = layer_class.whole_at(stage.tp_degree)
-                reasons = dict(rule.replicated) if rule is not None else {"": _reason(stage.tp_degree, whole)}
+                reasons = {"": _reason(stage.tp_degree, whole)}
+                if rule is not None:
+                    reasons = self._matrices(index_of[name], rule.replicated)
                 for module, reason in reasons.items():
                     count = self._count(index_of[name], module)
                     if count:
@@ -64,12 +66,22 @@ class ParameterCounts:
         for (module, reason, count), names in found.items():
             yield WholePart(layers=tuple(names), module=module, param_count=count, reason=reason)
 
+    def _matrices(self, layer: int, replicated: Mapping[str, str]) -> dict[str, str]:
+        """Return why modules and parameters of a layer are whole: of two or more dimensions, the others are small."""
+        found = {}
+        for name, reason in replicated.items():
+            full = ".".join(part for part in (self.profile.layers[layer].module, name) if part)
+            parameter = self.profile.parameters.get(full)
+            if parameter is not None and len(parameter.shape) > 1 and not parameter.buffer:
+                found[name.removesuffix(".weight")] = reason
+        return found
+
     def _count(self, layer: int, module: str) -> int:
-        """Return the elements of the parameters of a layer, or of one module in it."""
+        """Return the elements of the parameters of a layer, or of one module or parameter in it."""
         if not module:
             return self.of_layer(layer, 1, REPLICATED)
-        prefix = ".".join(part for part in (self.profile.layers[layer].module, module) if part) + "."
-        names = [name for name in self.profile.layers[layer].parameters if name.startswith(prefix)]
+        full = ".".join(part for part in (self.profile.layers[layer].module, module) if part)
+        names = [n for n in self.profile.layers[layer].parameters if n == full or n.startswith(f"{full}.")]
         parameters = [self.profile.parameters[name] for name in names]
         return sum(math.prod(parameter.shape) for parameter in parameters if not parameter.buffer)
 

@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 
 from planner.emitter.source import emit
-from planner.model_profile import ModelProfile
+from planner.model_profile import LayerClass, ModelProfile
 from planner.plan import Plan, Stage
 
 MAX_MICROBATCHES = 4
@@ -30,7 +30,7 @@ def make_twin(plan: Plan, profile: ModelProfile, num_processes: int) -> tuple[st
     stages = []
     for index, part in enumerate(parts):
         first = index * tp_degree * dp_degree
-        classes = {profile.layer_class(names.index(name)).name for name in part}
+        classes = {item.name: item for item in (profile.layer_class(names.index(name)) for name in part)}
         stages.append(
             Stage(
                 layers=tuple(part),
@@ -38,7 +38,11 @@ def make_twin(plan: Plan, profile: ModelProfile, num_processes: int) -> tuple[st
                 dp_degree=dp_degree,
                 microbatch_size=rows,
                 recompute=tuple(name for name in part if _kind(name) in recomputed),
-                shardings={key: value for key, value in shardings.items() if key in classes and tp_degree > 1},
+                shardings={
+                    key: way
+                    for key, value in shardings.items()
+                    if key in classes and tp_degree > 1 and (way := _way(classes[key], value, tp_degree))
+                },
                 gpus=tuple(range(first, first + tp_degree * dp_degree)),
             )
         )
@@ -53,6 +57,11 @@ def make_twin(plan: Plan, profile: ModelProfile, num_processes: int) -> tuple[st
         origin=plan.origin.replace(model_hash=profile.provenance.model_hash),
     )
     return emit(twin, profile), tuple(_left_open(plan, twin, wanted))
+
+
+def _way(layer_class: LayerClass, name: str, tp_degree: int) -> str:
+    """Return the sharding of a class to verify in place of one that the smaller model may not have; '' for none."""
+    return next((way for way in (name, "tensor") if layer_class.sharding(way, tp_degree) is not None), "")
 
 
 def _degrees(plan: Plan, num_processes: int, num_layers: int) -> tuple[int, int, int]:
@@ -103,6 +112,13 @@ def _left_open(plan: Plan, twin: Plan, wanted: list[tuple[str, str]]) -> list[st
             ("microbatch_size", plan.microbatch_size, twin.microbatch_size),
         )
         if large != small
+    ]
+    ran = {key: value for stage in twin.stages for key, value in stage.shardings.items()}
+    wanted_ways = {key: value for stage in plan.stages for key, value in stage.shardings.items()}
+    left += [
+        f"{key} divided as {value}: {ran.get(key, 'whole')} was run"
+        for key, value in wanted_ways.items()
+        if ran.get(key) != value and twin.tp_degree > 1
     ]
     cut = _cut_kinds([list(stage.layers) for stage in twin.stages])
     left += [f"a cut between {before} and {after}" for before, after in wanted if (before, after) not in cut]

@@ -264,7 +264,7 @@ def layer_body(
         modules=opened.modules,
         parameter_shapes=opened.parameter_shapes,
         trainable=frozenset(n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad),
-        buffers=frozenset(name for name, _ in module.named_buffers(remove_duplicate=False)),
+        buffers=frozenset(opened.parameter_shapes) - {name for group in names.values() for name in group},
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         kept_whole=kept_whole,
     )

@@ -16,7 +16,7 @@ from planner.errors import UsageError
 from planner.model_profile import WholeAt
 from planner.profiler.classes import OpenedClass
 from planner.program import Node, Program, Ref, leaves
-from planner.tp_rules import ModuleInfo
+from planner.tp_rules import LayerBody, ModuleInfo, refusals
 
 _VIEWS = {"view", "reshape", "unflatten"}
 _PARTS = {"chunk", "split", "tensor_split", "unbind", "split_with_sizes"}
@@ -92,9 +92,15 @@ def forbidden_at(opened: OpenedClass, degree: int, model: nn.Module, module: str
     return None
 
 
-def undivided_at(opened: OpenedClass, degree: int) -> WholeAt:
+def undivided_at(opened: OpenedClass, layer: LayerBody, degree: int) -> WholeAt:
     """Return why a class, for which no sharding was found, stays whole at a degree."""
-    return WholeAt(tp_degree=degree, reason=_reason(opened, degree))
+    reason = _reason(opened, degree)
+    divisible = [name for name, info in opened.modules.items() if info.kind in ("linear", "embedding")]
+    if opened.body is not None and divisible:
+        known = refusals(layer, degree)
+        why = next(((name, known[f"{name}.weight"]) for name in divisible if f"{name}.weight" in known), None)
+        reason += f"; {why[0]}: {why[1]}" if why is not None else ""
+    return WholeAt(tp_degree=degree, reason=reason)
 
 
 def _configured(model: nn.Module, module: str, count: int) -> str:

@@ -27,7 +27,7 @@ from planner.profiler import user_code as user
 from planner.profiler.buffers import update_notes
 from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.class_keys import ClassKeys
-from planner.profiler.classes import OpenedClass, open_class, shardings_of
+from planner.profiler.classes import OpenedClass, layer_body, open_class, shardings_of
 from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
 from planner.profiler.fake import model_dtype
 from planner.profiler.hidden import called_whole
@@ -193,6 +193,7 @@ def _classes(
     keys = ClassKeys(captured)
     known: dict[Any, ProfiledClass] = {}
     whole_ones: dict[Any, ProfiledClass] = {}
+    applied: set[TpRule] = set()
     taken: dict[str, int] = {}
     names: list[str] = []
     for segment in segments:
@@ -208,6 +209,7 @@ def _classes(
                 if program.nodes[i].kind == "module" and program.nodes[i].target == segment.module
             )
             opened = open_class(captured, calls[position])
+            applied |= applied_rules(captured, calls[position], opened, rules)
             shardings, whole = _divisions(captured, program, segment, calls[position], opened, degrees, rules)
             # Its inside is written out only where it is divided: undivided, what counts is the cost.
             alike = whole_ones.get(cost_key) if not shardings else None
@@ -221,9 +223,6 @@ def _classes(
                 whole_ones[cost_key] = alike
             known[key] = alike
         names.append(known[key].name)
-    applied: set[TpRule] = set()
-    for item in known.values():
-        applied |= applied_rules(captured, item.call, item.opened, rules)
     check_applied(rules, applied, captured.model)
     return list({item.name: item for item in known.values()}.values()), names
 
@@ -249,7 +248,8 @@ def _divisions(
         for sharding in shardings_of(captured, call, opened, degree, rules=rules, kept_whole=frozenset(read))
     )
     usable = {sharding.tp_degree for sharding in shardings} | {item.tp_degree for item in whole}
-    whole += [undivided_at(opened, degree) for degree in divided if degree not in usable]
+    layer = layer_body(captured, call, opened, frozenset(read))
+    whole += [undivided_at(opened, layer, degree) for degree in divided if degree not in usable]
     return shardings, tuple(whole)
 
 

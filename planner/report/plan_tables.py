@@ -71,7 +71,17 @@ def plan_table(plan: Plan) -> RenderableType:
             format_seconds(priced.backward_time_s) if priced else "-",
             format_bytes(priced.memory.peak_bytes) if priced else "-",
         )
-    return Group(Text(headline(plan)), table, *(Text(line) for line in whole_lines(plan)))
+    return Group(Text(headline(plan)), table, *(Text(line) for line in (*sharding_lines(plan), *whole_lines(plan))))
+
+
+def sharding_lines(plan: Plan) -> list[str]:
+    """Return a line for each way in which stages divide their layer classes, as the profile names it."""
+    found: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        chosen = [f"{name} as {way}" for name, way in stage.shardings.items() if way != "replicated"]
+        if stage.tp_degree > 1 and chosen:
+            found.setdefault(", ".join(chosen), []).append(index)
+    return [f"divided on stage {rank_ranges(stages)}: {text}" for text, stages in found.items()]
 
 
 def whole_lines(plan: Plan) -> list[str]:

@@ -6,7 +6,7 @@ values becomes a table (`tables`); an integer program (`integer_program`) finds 
 """
 
 from planner.tp_rules.apply import moves_after, rewrite_node, rewrite_output
-from planner.tp_rules.candidates import find_shardings
+from planner.tp_rules.candidates import find_shardings, refusals
 from planner.tp_rules.layer import LayerBody, live_nodes
 from planner.tp_rules.overrides import OPTION, StyleRule, TpRule, layer_rules, parse_rules
 from planner.tp_rules.standalone import standalone_sharding
@@ -24,6 +24,7 @@ __all__ = [
     "live_nodes",
     "moves_after",
     "parse_rules",
+    "refusals",
     "rewrite_node",
     "rewrite_output",
     "standalone_sharding",

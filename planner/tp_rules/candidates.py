@@ -15,6 +15,7 @@ from planner.tp_rules.overrides import StyleRule, restrict
 from planner.tp_rules.sharding import make_sharding
 from planner.tp_rules.state import ENTERED, Shard
 from planner.tp_rules.tables import build_tables
+from planner.units import format_bytes
 
 MIN_DIVIDED_FRACTION = 0.25  # of what `tensor` divides: less is not worth a profile of its own
 MAX_FEWER_FRACTION = 2 / 3  # of the bytes that `tensor` communicates: less of a saving is not worth another way
@@ -42,6 +43,11 @@ def find_shardings(layer: LayerBody, degree: int, rules: Sequence[StyleRule] = (
     if sequence is not None:
         found.append(("tensor_sequence", sequence))
     return tuple(make_sharding(tables, choice, name, _reasons(tables, choice, first)) for name, choice in found)
+
+
+def refusals(layer: LayerBody, degree: int) -> dict[str, str]:
+    """Return why parameters of a layer can't be divided over a degree, those of which that is known."""
+    return build_tables(layer, degree).errors
 
 
 def _problem(tables: Tables, rules: Sequence[StyleRule], *, gathers: bool) -> Problem:
@@ -93,10 +99,12 @@ def _reasons(tables: Tables, choice: Choice, first: Choice) -> dict[str, str]:
         owner = name.rpartition(".")[0]
         weight = choice.parameters.get(f"{owner}.weight" if owner else "weight")
         if isinstance(first.parameters.get(name), Shard):
-            fewer, most = choice.values["communicated"], first.values["communicated"]
-            reasons[name] = f"whole, {fewer} bytes are communicated per row of the batch instead of {most}"
+            fewer, most = (format_bytes(found.values["communicated"]) for found in (choice, first))
+            reasons[name] = f"whole to communicate {fewer} per row of the batch instead of {most}"
         elif kind == "linear" and name.endswith("bias") and isinstance(weight, Shard):
             reasons[name] = "added once, to the sum over the ranks"
+        elif kind == "linear" and name.endswith("bias") and f"{owner}.weight".lstrip(".") in reasons:
+            reasons[name] = reasons[f"{owner}.weight".lstrip(".")]
         elif name in tables.errors:
             reasons[name] = tables.errors[name]
         elif kind == "linear" and name.endswith("bias"):

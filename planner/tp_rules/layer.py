@@ -132,7 +132,7 @@ def tensor_of(layer: LayerBody, operand: Operand) -> Tensor:
         return layer.body.tensors[operand.name]
     like = next((t for t in layer.body.tensors.values() if t.follows_model_dtype), None)
     return Tensor(
-        shape=layer.parameter_shapes[operand.name],
+        shape=layer.parameter_shapes.get(operand.name, ()),
         dtype=like.dtype if like else "float32",
         requires_grad=operand.name in layer.trainable,
         follows_model_dtype=True,
