@@ -149,7 +149,18 @@ def user_error(
             where += f" line {code.co_firstlineno}"
     message = str(error) or "(no message)"
     return CaptureError(
-        f"{where}: {what} raised {kind}: {message}", hint=hint or f"correct {path.name}, then try again"
+        f"{where}: {what} raised {kind}: {message}",
+        hint=hint or gpu_hint(error) or f"correct {path.name}, then try again",
+    )
+
+
+def gpu_hint(error: BaseException) -> str:
+    """Return what to do about an error that comes from code for a GPU; nothing for others."""
+    if not any(word in f"{type(error).__name__} {error}" for word in ("CUDA", "cuda", "NVIDIA", "DeviceMismatch")):
+        return ""
+    return (
+        "planner runs this code without a GPU: build the model on the CPU, make tensors in forward where the inputs "
+        'are (device=x.device), and put what needs a GPU under `if __name__ == "__main__":`'
     )
 
 

@@ -219,3 +219,85 @@ def test_what_one_forward_leaves_for_the_next_is_refused(model: str, mark: str, 
     assert line_of("hidden", mark) in caught.value.message
     assert f"kept from one forward for the next outside of buffers ({attribute})" in caught.value.message
     assert "as a buffer" in caught.value.hint
+
+
+PRELUDE = """
+import random
+import torch
+from torch import nn
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        {part}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        {model}
+
+def build_model():
+    return Model()
+
+def example_inputs(batch_size):
+    return (torch.randn(batch_size, 8),)
+"""
+
+
+def written(tmp_path: Path, *, part: str = "return self.linear(x)", model: str = "return x") -> str:
+    """Return the path of a model file with these bodies of the forward of its blocks and of its own."""
+    (tmp_path / "model.py").write_text(PRELUDE.format(part=part, model=model))
+    return str(tmp_path / "model.py")
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("return self.linear(x) * random.random()", "random numbers of Python or numpy"),
+        ("return self.linear(x) * torch.from_numpy(__import__('numpy').ones(8, 'float32'))", "aten.lift_fresh"),
+        ("return torch.vmap(lambda row: row * row.sum())(self.linear(x))", "fake tensors can't go through"),
+        ("y = self.linear(x); return y - torch.autograd.grad(y.sum(), y, create_graph=True)[0]", "may not call 'grad'"),
+    ],
+)
+def test_a_statement_that_no_program_holds_keeps_its_block_whole(statement: str, reason: str, tmp_path: Path) -> None:
+    spec = written(tmp_path, part=statement)
+    profile = profile_model(spec, gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,), tp_degrees=(1,))
+    notes = [note for note in profile.notes if "called whole" in note]
+    assert [layer.name for layer in profile.layers] == ["parts.0", "parts.1"]
+    assert len(notes) == 1
+    assert reason in notes[0]
+    assert f"{spec}:12" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason", "hint"),
+    [
+        ("return x * random.random()", "random numbers of Python or numpy", "torch.rand"),
+        ("return x + torch.zeros(8, device='cuda')", "raised in forward", "device=x.device"),
+        ("return x - torch.autograd.grad(x.sum(), self.parts[0].linear.bias)[0]", "may not call 'grad'", "its own"),
+    ],
+)
+def test_such_a_statement_between_layers_is_refused(statement: str, reason: str, hint: str, tmp_path: Path) -> None:
+    spec = written(tmp_path, model=statement)
+    with pytest.raises(CaptureError) as caught:
+        profile_model(spec, gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,), tp_degrees=(1,))
+    assert f"{spec}:22" in caught.value.message
+    assert reason in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_a_file_that_needs_a_gpu_when_imported_is_told_what_to_do(tmp_path: Path) -> None:
+    spec = written(tmp_path)
+    Path(spec).write_text(Path(spec).read_text() + "\nnetwork = Model().cuda()\n")
+    with pytest.raises(CaptureError) as caught:
+        profile_model(spec, gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,))
+    assert "model.py line 30, in <module>: importing it raised" in caught.value.message
+    assert '__name__ == "__main__"' in caught.value.hint

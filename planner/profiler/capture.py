@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from planner.errors import CaptureError, PlannerError
-from planner.model_file import ModelFile, model_hash, split_arguments
+from planner.model_file import ModelFile, gpu_hint, model_hash, split_arguments
 from planner.profiler import user_code as user
 from planner.profiler.blocks import find_blocks
 from planner.profiler.fake import make_fake
@@ -180,6 +180,7 @@ def _record(
         hint = "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU"
         if isinstance(error, Exception) and dtype not in (None, torch.float32, torch.float64):
             hint = f"the model was built in {dtype}: try --dtype float32"
+        hint = gpu_hint(error) or hint
         raise CaptureError(
             f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {user.user_line(error)})",
             hint=hint,
@@ -214,7 +215,10 @@ def _check_rows(file: ModelFile, model: nn.Module) -> None:
     first, second = _ROWS
     fewer, more = (input_tensors(model, *split_arguments(user.example_inputs(file, rows))) for rows in _ROWS)
     name = file.inputs_function
-    rule = f"{name}(batch_size) must return batch_size rows: make tensors of shape (batch_size, ...)"
+    rule = (
+        f"{name}(batch_size) must return batch_size rows: make tensors of shape (batch_size, ...). A model of one "
+        "sample (a graph, say) can't be cut into microbatches: wrap it in a module that takes rows of samples"
+    )
     for key, tensor in fewer.items():
         if tensor.dim() > 0 and tensor.shape[0] == 0:
             raise CaptureError(f"{file.path.name}: {name}({first}) gives {key!r} with 0 rows, not {first}", hint=rule)

@@ -4,6 +4,8 @@ What runs inside `Function.apply` has a gradient of its own, and a reentrant che
 which backward then computes again.
 """
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,3 +85,23 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if item.name in ("p", "dropout_p", "dropout"):
             return not (args[position] if position < len(args) else kwargs.get(item.name, item.default_value))
     return False
+
+
+class PythonRandom:
+    """Tells whether Python's `random`, or numpy, drew numbers since it was asked last: no operator of torch did."""
+
+    def __init__(self) -> None:
+        self._state = self._now()
+
+    def drew(self) -> bool:
+        """Return whether numbers were drawn, and forget it."""
+        before, self._state = self._state, self._now()
+        return before != self._state
+
+    @staticmethod
+    def _now() -> tuple[Any, ...]:
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return (random.getstate(),)
+        _, keys, position, *_ = numpy.random.get_state()
+        return random.getstate(), keys.tobytes(), position

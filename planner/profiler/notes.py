@@ -53,7 +53,7 @@ def whole_notes(whole: Mapping[str, str]) -> list[str]:
     """Return a note for each statement that keeps modules whole; `whole` has the reason of each such module."""
     names: dict[str, list[str]] = {}
     for name, reason in whole.items():
-        names.setdefault(reason.replace(f" in {name} ", " ").replace("\n    ", ": "), []).append(name)
+        names.setdefault(reason.replace(f" in {name}", "").replace("\n    ", ": "), []).append(name)
     return [
         (
             f"{_and_more(listed)}: called whole, never divided, priced on random data; it must return the same shapes "

@@ -23,11 +23,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from planner.errors import CaptureError
+from planner.names import function_name, method_name
 from planner.profiler.buffers import Buffers
-from planner.profiler.functions import OPAQUE_FUNCTION, Draws, Run, seen_functions
+from planner.profiler.functions import OPAQUE_FUNCTION, Draws, PythonRandom, Run, seen_functions
 from planner.profiler.plain_tensors import plain_tensors, spelled_out
 from planner.profiler.targets import target_of
 from planner.profiler.torch_internals import LOSS_MODULE, unrecorded
+from planner.profiler.user_code import user_line
 from planner.profiler.value_checks import caller, drop_unread, passing_value
 from planner.profiler.whole import CannotRunError, WholeRuns
 from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref, leaves
@@ -106,11 +108,14 @@ class Recording:
     checks: tuple[str, ...] = ()
 
 
-class ValueReadError(CaptureError):
-    """Code that depends on the values of tensors; the module that it stands in may be called whole."""
+class UnrecordableError(CaptureError):
+    """A statement that no program can hold; the module that it stands in may be called whole."""
 
 
 _READS = "reads the value of a tensor: the code after it depends on the data, so no fixed program computes it"
+
+
+_FAKE_HINT = "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU"
 
 
 class Unsupported:
@@ -147,7 +152,7 @@ class _Recorder(TorchFunctionMode):
         self.frames: list[list[Call]] = [[]]
         self.scopes = [""]
         self.in_leaf = False
-        self.draws = Draws()
+        self.draws, self.python_random = Draws(), PythonRandom()
         self.constants: list[tuple[str, int, Any]] = []
         self.checked: set[str] = set()
         self.check_locations: dict[str, None] = {}
@@ -227,11 +232,13 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _unknown_tensor(self, tensor: torch.Tensor) -> CaptureError:
-        shape = tuple(tensor.shape)
-        return CaptureError(
-            f"{self.location()}: a tensor of shape {shape} in {self.scopes[-1] or 'the model'} was made where "
-            "recording can't see it (outside the model, numpy, a custom autograd function, or C++)",
-            hint="register it as a buffer of the module that reads it (register_buffer)",
+        shape, where = tuple(tensor.shape), self.location()
+        return UnrecordableError(
+            f"{where}: a tensor of shape {shape} in {self.scopes[-1] or 'the model'} was made where "
+            "recording can't see it (outside the model, numpy, a custom autograd function, or C++)"
+            f"{source_line(where)}",
+            hint="register it as a buffer of the module that reads it (register_buffer), or return it from the forward "
+            "of the module that makes it",
         )
 
     def location(self) -> str:
@@ -260,6 +267,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.in_leaf:
             return func(*args, **kwargs)
+        self.check_random()
         name = getattr(func, "__name__", str(func))
         drawn, versions = self.draws.count, self._versions((args, kwargs))
         try:
@@ -274,6 +282,7 @@ class _Recorder(TorchFunctionMode):
         kind, target = target_of(func, name)
         if kind == "skip":
             return result
+        self.check_name(kind, target)
         known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         call = self.add(kind, target, tuple(args), kwargs)
         call.random = self.draws.count > drawn
@@ -295,14 +304,41 @@ class _Recorder(TorchFunctionMode):
         self.frames[-1].append(call)
         return result
 
+    def check_random(self, module: nn.Module | None = None) -> None:
+        """Raise UnrecordableError where numbers were drawn that are not torch's: a program would keep them for good.
+
+        `module` is the one whose forward has just ended.
+        """
+        if self.python_random.drew():
+            code = type(module).forward.__code__ if module is not None else None
+            where = self.location() if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+            raise UnrecordableError(
+                f"{where}: random numbers of Python or numpy were drawn in {self.scopes[-1] or 'the model'}, here or "
+                f"just before: a program would have the same ones in every step{source_line(where)}",
+                hint="draw them with torch and keep them in tensors (torch.rand, torch.where); or draw in the forward "
+                "of a module of its own, which is then called whole",
+            )
+
+    def check_name(self, kind: NodeKind, target: str) -> None:
+        """Raise UnrecordableError for a function that no program may call."""
+        try:
+            if kind in ("function", "method"):
+                (function_name if kind == "function" else method_name)(target)
+        except ValueError as error:
+            where = self.location()
+            raise UnrecordableError(
+                f"{where}: `{target}` in {self.scopes[-1] or 'the model'}: {error}{source_line(where)}",
+                hint="put that code into the forward of a module of its own, which is then called whole",
+            ) from None
+
     def check_values(self, name: str, error: Exception) -> None:
-        """Raise ValueReadError where an error means that code depends on values."""
+        """Raise UnrecordableError where an error means that code depends on values."""
         kind = type(error).__name__
         if isinstance(error, CaptureError) or not (name in _VALUE_READS or kind.startswith(_VALUE_ERRORS)):
             return
         where = self.location()
         said = "has no fake, so only real tensors can go through it" if kind.startswith("Unsupported") else _READS
-        raise ValueReadError(
+        raise UnrecordableError(
             f"{where}: `{name}` in {self.scopes[-1] or 'the model'} {said}{source_line(where)}",
             hint="compute it with tensor operations (masks, torch.where), so that all data takes the same code; or put "
             "it into the forward of a module that returns the same shapes for all data: that is then called whole",
@@ -359,6 +395,7 @@ class _Recorder(TorchFunctionMode):
         name = self._name_here(self.names.get(id(module), [""]))
         if self.in_leaf or not name or isinstance(module, LOSS_MODULE):  # a loss is seen as the function it calls
             return original(module, *args, **kwargs)
+        self.check_random()
         call = self.add("module", name, args, kwargs)
         call.leaf = is_leaf(module)
         self.in_leaf = call.leaf and type(module).__module__.startswith("torch.")
@@ -386,22 +423,42 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _run_module(self, original: Callable[..., Any], module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return what a module's call gives; where its code looks at values, what it gives for real data."""
+        """Return what a module's call gives; where a statement of its code can't be recorded, what real data give."""
         try:
-            try:
-                return original(module, *args, **kwargs)
-            except Exception as error:
-                self.check_values(call.target, error)
+            result = original(module, *args, **kwargs)
+            self.check_random(module)
+            return result
+        except Exception as error:
+            reason = self._unrecordable(call.target, error)
+            if reason is None:
                 raise
-        except ValueReadError as error:
-            call.leaf, call.opaque = True, error.message
+            call.leaf, call.opaque = True, reason.message
             call.body.clear()
             self.in_leaf = True
             try:
-                return self.whole.run(call.target, module, args, kwargs)
-            except CannotRunError as reason:
-                message = f"{error.message}\n{call.target} can't be called whole: {reason}"
-                raise ValueReadError(message, hint=error.hint) from error
+                result = self.whole.run(call.target, module, args, kwargs)
+                self.python_random.drew()
+                return result
+            except CannotRunError as refusal:
+                if not isinstance(error, CaptureError) and reason.hint == _FAKE_HINT:
+                    raise error from None  # it may be wrong with real tensors too
+                message = f"{reason.message}\n{call.target} can't be called whole: {refusal}"
+                raise UnrecordableError(message, hint=reason.hint) from error
+
+    def _unrecordable(self, name: str, error: Exception) -> UnrecordableError | None:
+        """Return why a module's code can't be recorded, from the error that it raised; None where it is refused."""
+        if isinstance(error, CaptureError):
+            return error if isinstance(error, UnrecordableError) else None
+        try:
+            self.check_values(name, error)
+        except UnrecordableError as reason:
+            return reason
+        where = user_line(error)
+        return UnrecordableError(
+            f"{where}: fake tensors can't go through a statement in {name}: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}{source_line(where)}",
+            hint=_FAKE_HINT,
+        )
 
     def write_buffers(self, name: str, module: nn.Module) -> None:
         """Record that the buffers a module replaced take the new values in place."""
@@ -494,6 +551,7 @@ def record(
         with unrecorded():
             begin()
         output = model(*args, **kwargs)
+        recorder.check_random(model)
         for name, module in model.named_modules():
             recorder.write_buffers(name, module)
         calls = recorder.frames[0]

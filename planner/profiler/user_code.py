@@ -26,9 +26,7 @@ def build(file: ModelFile, build_with: Callable[[Callable[[], nn.Module]], nn.Mo
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
-        gpu = any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA"))
-        hint = "a model that needs a GPU to be built can't be recorded: build it on the CPU" if gpu else ""
-        raise user_error(error, file.path, name, function=file.build, hint=hint) from error
+        raise user_error(error, file.path, name, function=file.build) from error
     if inspect.iscoroutine(model):
         model.close()  # else Python warns that nobody awaited it
     if isinstance(model, torch.jit.ScriptModule):
