@@ -339,13 +339,13 @@ class Loss(Record):
 
 
 BATCH_NORM = "batch norm takes mean and variance over the rows of a microbatch"
-WRITES_BUFFER = "is written once a microbatch"
+WRITES_BUFFER = "a buffer that is written once a microbatch"
 
 
 def coupling_notes(loss: Loss) -> list[str]:
     """Return what people are told where microbatching changes the loss; norms and buffers have notes of their own."""
     shown = [text for text in loss.coupled if not text.endswith((BATCH_NORM, WRITES_BUFFER))]
-    return [f"microbatching changes this loss: {text}" for text in shown]
+    return [f"microbatches may change this loss (verify tells by how much): {text}" for text in shown]
 
 
 class Provenance(Record):

@@ -179,8 +179,7 @@ class _Walk(Rules):
         operands = [leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
         written = next((leaf for leaf in call.args if isinstance(leaf, ParamRef)), None) if call.in_place else None
         if written is not None or (call.kind == "setitem" and isinstance(call.args[0], ParamRef)):
-            text = f"the buffer {(written or call.args[0]).name!r} {WRITES_BUFFER}"
-            self.coupled[place(call), text] = None
+            self.coupled[(written or call.args[0]).name, WRITES_BUFFER] = None
         self._trace(call, name, operands, results)
         if not any(number in self.relevant for number in results):
             for number in results:

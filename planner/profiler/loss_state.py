@@ -94,7 +94,7 @@ class State:
         if not isinstance(value, Ref) or self.kind(value).form != "linear" or value.name not in self.known:
             return False
         kind = self.kind(value)
-        if value.name in self.after_count or kind.degree not in (0, 1) or value.name not in self.relevant:
+        if value.name in self.mixed | self.after_count or kind.degree not in (0, 1) or value.name not in self.relevant:
             return False
         if self.owner is not None:
             self.inside.add(self.owner)
