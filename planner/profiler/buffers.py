@@ -21,7 +21,10 @@ class Buffers:
             if buffer is not None
         }
         self._versions = {id(buffer): buffer._version for buffer in self._held.values()}
-        self._replaced: set[int] = set()
+        self._storages: dict[int, list[torch.Tensor]] = {}
+        for buffer in self._held.values():
+            self._storages.setdefault(_storage(buffer), []).append(buffer)
+        self._changed: set[int] = set()
 
     def restore(self, name: str, module: nn.Module, location: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (buffer, what took its place) for every buffer that a module replaced, when the buffer is back.
@@ -46,18 +49,26 @@ class Buffers:
                     hint="detach what a buffer keeps: self.buffer = value.detach()",
                 )
             module._buffers[key] = old
-            self._replaced.add(id(old))
+            self._changed.add(id(old))
             yield old, new
+
+    def note_write(self, target: torch.Tensor) -> None:
+        """Note a write in place, which the version of a buffer does not tell where it goes through `buffer.data`."""
+        self._changed.update(id(buffer) for buffer in self._storages.get(_storage(target), ()))
 
     def updated(self) -> tuple[str, ...]:
         """Return the names of the buffers that the forward changed, every name of each."""
         changed = {id(buffer) for buffer in self._held.values() if buffer._version > self._versions[id(buffer)]}
-        changed |= self._replaced
+        changed |= self._changed
         for module in self._model.modules():  # their kernels write without telling
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
                 changed |= {id(module.running_mean), id(module.running_var)}
         named = self._model.named_buffers(remove_duplicate=False)
         return tuple(name for name, buffer in named if id(buffer) in changed)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _shown(tensor: torch.Tensor) -> str:

@@ -296,6 +296,9 @@ class _Recorder(TorchFunctionMode):
         )
         if not call.in_place:
             result = _fresh(result, known)
+        elif args and isinstance(args[0], torch.Tensor):
+            with unrecorded():
+                self.buffers.note_write(args[0])
         if call.in_place and any(id(args[0]) == constant for _, constant, _ in self.constants):
             raise self._unknown_tensor(args[0])
         call.result = self.encode(result, defining=True)

@@ -121,8 +121,8 @@ class Quantizer(nn.Module):
             if self.training:
                 hot = F.one_hot(chosen, self.sizes.numel()).to(x.dtype)
                 self.sizes.mul_(0.9).add_(hot.sum(0), alpha=0.1)
-                self.sums.mul_(0.9).add_(hot.t() @ x, alpha=0.1)
-                self.codebook.copy_(self.sums / self.sizes.unsqueeze(-1))
+                self.sums.data.mul_(0.9).add_(hot.t() @ x, alpha=0.1)
+                self.codebook.data.copy_(self.sums / self.sizes.unsqueeze(-1))
         nearest = F.embedding(chosen, self.codebook)
         loss = F.mse_loss(x, nearest.detach()) + (x @ self.codebook.t()).square().mean()
         return x + (nearest - x).detach(), loss
