@@ -240,6 +240,7 @@ class Decoder(nn.Module):
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "swiglu_gqa": lambda: Sequential(Gqa, Swiglu),
+    "mqa": lambda: Sequential(partial(Gqa, 1), FusedSwiglu),
     "fused_gqa": lambda: Sequential(FusedGqa, FusedSwiglu),
     "sliced_gqa": lambda: Sequential(SlicedGqa, Functional),
     "interleaved": lambda: Sequential(Interleaved, Functional),
@@ -252,6 +253,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 
 
 build_swiglu_gqa = partial(Decoder, BLOCKS["swiglu_gqa"])
+build_mqa = partial(Decoder, BLOCKS["mqa"])
 build_fused_gqa = partial(Decoder, BLOCKS["fused_gqa"])
 build_sliced_gqa = partial(Decoder, BLOCKS["sliced_gqa"])
 build_interleaved = partial(Decoder, BLOCKS["interleaved"])
