@@ -1,7 +1,9 @@
 """The jobs that `verify` runs in other processes: one process's gradients, the plan's gradients, and their comparison.
 
 "Equal to one process" means: two optimizer steps in float64, on data other than the capture's, weights perturbed and
-dropout off; the one process uses the same microbatches; for every parameter norm(g - g_one) / norm(g_one) <= TOLERANCE.
+dropout off; for every parameter norm(g - g_one) / norm(g_one) <= TOLERANCE. The one process uses the same microbatches,
+or takes the whole batch at once where the plan counts over a step: the mean of microbatches is another loss then. The
+whole batch is compared in any case, and a difference that nothing explains is a failure.
 """
 
 import hashlib
