@@ -55,3 +55,22 @@ def test_heads_forbid_degrees(folder: Path, width: int, size: int, code: str, fo
         assert f"qkv gives {heads} heads, not divisible by {degree}" in found[degree]
         assert any(note.startswith(f"no plan uses tp_degree {degree}: ") for note in profile.notes)
         assert not any(item.tp_degree == degree for layer in profile.layer_classes for item in layer.shardings)
+
+
+def test_heads_of_one_level_forbid_nothing_that_another_divides(folder: Path) -> None:
+    """A pyramid of 3 and 6 heads: over two ranks the second level divides, and the first stays whole and is told."""
+    code = "q, k, v = y.view(b, t, 3, self.heads, 4).permute(2, 0, 3, 1, 4)"
+    text = MODEL.replace("self):\n", "self, heads, width):\n").replace("self.qkv,", "self.heads = heads; self.qkv,", 1)
+    text = text.replace("nn.Linear(WIDTH, SIZE)", "nn.Linear(width, 3 * width)").replace(
+        "nn.Linear(WIDTH, WIDTH)", "nn.Linear(width, width)"
+    )
+    text = text.replace("Block(), Block()", "Block(3, 12), nn.Linear(12, 24), Block(6, 24)").replace("CODE", code)
+    (folder / "model.py").write_text(text.replace("WIDTH", "12"))
+    profile = profile_model("model.py", gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,), tp_degrees=(2, 4))
+    first, second = profile.layer_classes[0], profile.layer_classes[2]
+    assert not first.shardings
+    assert "0.qkv gives 3 heads (heads=3), not divisible by 2" in first.whole_at(2).reason
+    assert not first.whole_at(2).forbidden
+    assert second.sharding("tensor", 2)
+    assert first.whole_at(4).forbidden
+    assert second.whole_at(4).forbidden

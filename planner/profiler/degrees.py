@@ -92,6 +92,16 @@ def forbidden_at(opened: OpenedClass, degree: int, model: nn.Module, module: str
     return None
 
 
+def allowed_by_others(classes: Sequence[tuple[OpenedClass, Sequence[WholeAt]]]) -> set[int]:
+    """Return the degrees that the heads of one class forbid and those of another divide.
+
+    There the first stays whole, as what has no heads does: in a pyramid of widths only some levels may divide.
+    """
+    divided = [(opened, {item.tp_degree for item in whole if item.forbidden}) for opened, whole in classes]
+    headed = [found for opened, found in divided if any(heads.count > 1 for heads in find_heads(opened))]
+    return {degree for found in headed for degree in found if any(degree not in other for other in headed)}
+
+
 def undivided_at(opened: OpenedClass, layer: LayerBody, degree: int) -> WholeAt:
     """Return why a class, for which no sharding was found, stays whole at a degree."""
     reason = _reason(opened, degree)

@@ -28,7 +28,7 @@ from planner.profiler.buffers import update_notes
 from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.class_keys import ClassKeys
 from planner.profiler.classes import OpenedClass, layer_body, open_class, shardings_of
-from planner.profiler.degrees import check_degrees, forbidden_at, undivided_at
+from planner.profiler.degrees import allowed_by_others, check_degrees, forbidden_at, undivided_at
 from planner.profiler.fake import model_dtype
 from planner.profiler.hidden import called_whole
 from planner.profiler.in_place import check_in_place
@@ -224,7 +224,15 @@ def _classes(
             known[key] = alike
         names.append(known[key].name)
     check_applied(rules, applied, captured.model)
-    return list({item.name: item for item in known.values()}.values()), names
+    classes = list({item.name: item for item in known.values()}.values())
+    allowed = allowed_by_others([(item.opened, item.whole) for item in classes])
+    return [replace(item, whole=_whole_where(item.whole, allowed)) for item in classes], names
+
+
+def _whole_where(whole: tuple[WholeAt, ...], allowed: set[int]) -> tuple[WholeAt, ...]:
+    return tuple(
+        WholeAt(tp_degree=item.tp_degree, reason=item.reason) if item.tp_degree in allowed else item for item in whole
+    )
 
 
 def _divisions(
