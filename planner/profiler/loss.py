@@ -161,6 +161,9 @@ class _Walk(Rules):
         if isinstance(module, BATCH_NORM) and (module.training or not module.track_running_stats):
             for number in results:
                 self.couple(number, call.target, BATCH_NORM_TEXT)
+        if call.opaque:
+            for number in results:
+                self.couple(number, call.target, "its code looks at values, which are those of a microbatch")
         if call.body:
             outer, self.owner = self.owner, self.owner or call.target
             self.rewrite(call.body)
