@@ -15,7 +15,7 @@ from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.execute import Target, run_nodes
 from planner.profiler.layers import build_program, divide, input_only_values, make_edges
 from planner.program import Program
-from tests.zoo import models
+from tests.zoo import models, public
 
 
 def program_of(captured: Capture) -> Program:
@@ -87,6 +87,11 @@ def test_equal_siblings_are_the_layers() -> None:
     captured = capture(models.model_file(models.Transformer, layers=1))
     names = [segment.name for segment in divide(program_of(captured), captured.model, frozenset())]
     assert names == ["embed", "blocks.0", "head"], "a list of one block is a list of blocks"
+
+
+def test_a_list_of_one_class_is_a_list_of_blocks_though_no_two_are_equal() -> None:
+    found = find_blocks(public.FirstHasMore())
+    assert found == {"blocks.0", "blocks.1"}
 
 
 def test_a_class_that_is_a_family_in_one_list_is_one_in_every_list() -> None:

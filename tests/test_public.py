@@ -37,7 +37,7 @@ def test_checks_of_values_are_told_and_computed_by_no_plan() -> None:
     assert any("builtins.object" in note for note in captured.notes)
 
 
-@pytest.mark.parametrize("name", ["plain_tensors", "checked"])
+@pytest.mark.parametrize("name", ["plain_tensors", "checked", "first_has_more"])
 def test_is_exact(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     profile = profile_model(
         f"{ZOO}:build_{name}",

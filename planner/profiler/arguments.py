@@ -23,6 +23,7 @@ from planner.program import (
     ParamRef,
     Ref,
     TrainingValue,
+    leaves,
 )
 
 Environment = dict[str, Any]
@@ -126,7 +127,8 @@ def bind(structure: Any, value: Any, environment: Environment) -> None:
             environment[name] = value
         case Fields(items):
             for name, item in items:
-                bind(item, value[name] if isinstance(value, dict) else getattr(value, name), environment)
+                if any(isinstance(leaf, Ref) for leaf in leaves(item)):  # some objects have no key for what is None
+                    bind(item, value[name] if isinstance(value, dict) else getattr(value, name), environment)
         case tuple() | list():
             for item, part in zip(structure, value, strict=True):
                 bind(item, part, environment)

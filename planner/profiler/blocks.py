@@ -16,8 +16,9 @@ from planner.program import ParamRef, Ref, leaves
 def find_blocks(model: nn.Module) -> frozenset[str]:
     """Return the names of the modules that are blocks: siblings of one class of which at least two are equal.
 
-    Siblings are the members of a list, or composite attributes of one module. A list of one composite member counts too
-    (a model of one layer). A class that is a family in one list is one in every list: of a network's stages, some may
+    Siblings are the members of a list, or composite attributes of one module. A list of composite members of one class
+    counts too where no two are equal and not all hold blocks (one layer; a first one with parameters of its own).
+    A class that is a family in one list is one in every list: of a network's stages, some may
     have no two equal blocks. The blocks inside a block are not listed.
     """
     families = {
@@ -64,11 +65,13 @@ def _collect_blocks(module: nn.Module, name: str, families: set[type[nn.Module]]
         if in_family and (_is_list(module) or not is_leaf(child)) and not isinstance(child, nn.ModuleList):
             found.add(child_name)
             continue
-        size = len(found)
         _collect_blocks(child, child_name, families, found)
-        alone = isinstance(module, nn.ModuleList) and len(children) == 1 and not is_leaf(child)
-        if alone and len(found) == size:
-            found.add(child_name)
+    if isinstance(module, nn.ModuleList) and len({type(child) for _, child in children}) == 1:
+        inside = [{block for block in found if block.startswith(f"{child_name}.")} for child_name, _ in children]
+        whole = [child_name in found for child_name, _ in children]
+        if not all(inside) and not any(whole) and not is_leaf(children[0][1]):
+            found.difference_update(*inside)
+            found.update(child_name for child_name, _ in children)
 
 
 def _signature(module: nn.Module) -> tuple[type[nn.Module], object]:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from planner.errors import CaptureError
 from planner.names import function_name, method_name
 from planner.profiler.buffers import Buffers
+from planner.profiler.conversions import converted_modules
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, PythonRandom, Run, seen_functions
 from planner.profiler.plain_tensors import plain_tensors, spelled_out
 from planner.profiler.targets import target_of
@@ -400,8 +401,11 @@ class _Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         self.check_random()
         call = self.add("module", name, args, kwargs)
-        call.leaf = is_leaf(module)
-        self.in_leaf = call.leaf and type(module).__module__.startswith("torch.")
+        given = leaves((call.args, call.kwargs))
+        own = not type(module).__module__.startswith("torch.")
+        # What no program can hold (a module, say) can't be passed to a leaf: its code is opened, as a composite's is.
+        call.leaf = is_leaf(module) and not (own and any(isinstance(leaf, Unsupported) for leaf in given))
+        self.in_leaf = call.leaf and not own
         self.frames.append(call.body)
         self.scopes.append(name)
         drawn, versions = self.draws.count, self._versions((args, kwargs))
@@ -462,6 +466,11 @@ class _Recorder(TorchFunctionMode):
             f"{str(error).partition(chr(10))[0]}{source_line(where)}",
             hint=_FAKE_HINT,
         )
+
+    def rename(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Know a parameter or buffer by another tensor, into which the forward converted it."""
+        if id(old) in self.params:
+            self.params[id(new)] = self.params[id(old)]
 
     def write_buffers(self, name: str, module: nn.Module) -> None:
         """Record that the buffers a module replaced take the new values in place."""
@@ -550,7 +559,8 @@ def record(
     """
     recorder = _Recorder(model, whole, empty_caches)
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
-    with recorder.draws, _patched_module_call(recorder), seen_functions(recorder.call_function), recorder:
+    hooks = (_patched_module_call(recorder), seen_functions(recorder.call_function), converted_modules(recorder.rename))
+    with recorder.draws, hooks[0], hooks[1], hooks[2], recorder:
         with unrecorded():
             begin()
         output = model(*args, **kwargs)

@@ -9,6 +9,7 @@ from torch import nn
 
 from planner.errors import ProfileError
 from planner.profiler.arguments import Environment, Target, find_dtype
+from planner.profiler.conversions import converted_modules
 from planner.profiler.execute import RUN_ERRORS, last_reads, node_error, outside_reads, prepare_node
 from planner.profiler.free_memory import free_bytes, is_out_of_memory
 from planner.profiler.functions import checkpoints_not_reentrant
@@ -125,7 +126,7 @@ class SegmentRunner:
     def named_errors(self) -> Iterator[None]:
         """Turn errors of torch inside into ProfileErrors that name the layer: no memory, or a backward that fails."""
         try:
-            with checkpoints_not_reentrant():
+            with checkpoints_not_reentrant(), converted_modules(lambda old, new: None):
                 yield
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):

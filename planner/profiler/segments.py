@@ -34,9 +34,7 @@ def _divided_call(call: Node, segment: Segment, opened: OpenedClass, sharding: S
         yield from _divided_leaf(call, segment.module, "", opened, sharding)
         return
     outer = dict(zip(_signature_refs(opened), _call_refs(call, segment.module), strict=True))
-    results = [leaf.name for leaf in leaves(call.result) if isinstance(leaf, Ref)]
     output = rewrite_output(opened.body.output, sharding)
-    inner_results = [leaf for leaf in leaves(output) if isinstance(leaf, Ref)]
     same = {move.name: move.source for move in sharding.moves if move.kind in _SAME_SIZE}
 
     def rename(leaf: Any) -> Any:
@@ -65,10 +63,11 @@ def _divided_call(call: Node, segment: Segment, opened: OpenedClass, sharding: S
         else:
             yield moved
         yield from _moved(moves_after(node.name, sharding), opened, sharding, rename)
-    for name, inner in zip(results, inner_results, strict=True):
-        source = rename(inner)
-        if source != Ref(name):
-            yield Node(name=name, kind="method", target="view_as", args=(source, source), result=Ref(name))
+    for given, inner in zip(leaves(call.result), leaves(output), strict=True):
+        if isinstance(given, Ref) and isinstance(inner, Ref):  # a parameter that is passed through stays one
+            source = rename(inner)
+            if source != given:
+                yield Node(name=given.name, kind="method", target="view_as", args=(source, source), result=given)
 
 
 # Moves whose result is as large as their source.

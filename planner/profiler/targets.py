@@ -30,7 +30,13 @@ _OPERATORS["__invert__"] = "operator.invert"
 
 
 # Functions of torch that are Python, and call what is recorded by a name that is not public.
-_PUBLIC_NAMES = {"torch._grouped_mm": "torch.nn.functional.grouped_mm"}
+_PUBLIC_NAMES = {
+    "torch._grouped_mm": "torch.nn.functional.grouped_mm",
+    "torch._is_all_true": "torch.all",
+    "torch._is_any_true": "torch.any",
+    "_is_all_true": "all",
+    "_is_any_true": "any",
+}
 
 
 def target_of(func: Any, name: str) -> tuple[Any, str]:

@@ -121,11 +121,52 @@ def ids(rows: int) -> tuple[Tensor]:
     return (torch.randint(0, 32, (rows, 6)),)
 
 
+class Against(nn.Module):
+    """A head with one parameter of its own that multiplies by another module's weight, which forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: Tensor, embedding: nn.Embedding) -> Tensor:
+        return x @ embedding.weight.t() + self.bias
+
+
+class Biased(nn.Module):
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.zeros(6, WIDTH)) if first else None
+        self.wide = nn.Sequential(nn.Linear(WIDTH, WIDTH)).to(torch.float32)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        self.wide = self.wide.to(torch.get_default_dtype())
+        bias = self.bias if bias is None else bias
+        return x + self.down(torch.relu(self.up(self.wide(x) + bias))), bias
+
+
+class FirstHasMore(nn.Module):
+    """Two blocks of which the first has a parameter that both use; modules that forward converts, or is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, WIDTH), Against()
+        self.blocks = nn.ModuleList(Biased(first=index == 0) for index in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, bias = self.embed(ids), None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return self.head(x, self.embed)
+
+
 def masked(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH), torch.ones(rows, WIDTH)
 
 
 build_plain_tensors = PlainTensors
 inputs_plain_tensors = ids
+build_first_has_more = FirstHasMore
+inputs_first_has_more = ids
 build_checked = Checked
 inputs_checked = masked
