@@ -196,6 +196,12 @@ def _special_float(data: Any) -> float:
     return float(data)
 
 
+def _batch_int(data: Any) -> BatchInt:
+    if not isinstance(data, list) or len(data) not in (2, 3):
+        raise ValueError(f"{data!r} is not a list of 2 or 3")
+    return BatchInt(*map(_integer, data))
+
+
 def _batch_float(data: Any) -> BatchFloat:
     factor, power = _exactly(2, data)
     if not isinstance(factor, float) or not math.isfinite(factor) or _integer(power) not in (1, -1):
@@ -227,7 +233,7 @@ def _training(data: Any) -> TrainingValue:
 _DECODERS: dict[str, Callable[[Any, int], Argument]] = {
     "ref": lambda data, depth: Ref(identifier(data)),
     "param": lambda data, depth: ParamRef(qualified_name(data)),
-    "batch": lambda data, depth: BatchInt(*map(_integer, _exactly(max(2, min(3, len(_listed(data)))), data))),
+    "batch": lambda data, depth: _batch_int(data),
     "batch_float": lambda data, depth: _batch_float(data),
     "dtype": lambda data, depth: Dtype(dtype_name(data)),
     "constant": lambda data, depth: Constant(constant_name(data)),
