@@ -64,6 +64,22 @@ def test_every_candidate_is_exact(profile: ModelProfile, pool: WorkerPool, tmp_p
         assert report.ok, (name, layout, report.rows[:3])
 
 
+@pytest.mark.parametrize("kind", ["in_place", "shared", "both_forms", "two_ways", "rows"])
+def test_awkward_blocks_are_exact(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
+    profile = profile_model(
+        f"{ZOO.with_name('awkward.py')}:build_{kind}",
+        inputs="inputs",
+        gpu="h100-sxm",
+        dtype="float32",
+        microbatch_sizes=(2,),
+        tp_degrees=(1, 2),
+    )
+    path = tmp_path / "plan.py"
+    write_plan(emit(even_plan(profile, tp_degree=2, num_microbatches=2), profile), path)
+    report = verify(path, pool=pool, timeout_s=120)
+    assert report.ok, report.rows[:3]
+
+
 def test_a_block_reduces_once_for_each_part_or_once_in_all(profile: ModelProfile) -> None:
     found = candidates(profile, 2)
     parallel = any(item.name == "Parallel" for item in profile.layer_classes)
