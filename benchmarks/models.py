@@ -119,10 +119,7 @@ def main() -> int:
         return subprocess.call([sys.executable, str(script), *map(str, arguments.models)])
     models = arguments.models or sorted(MODELS.glob("*.py"))
     with tempfile.TemporaryDirectory() as folder:
-        wrong = sum(
-            run_model(model.resolve(), Path(folder), other=not arguments.no_alternative)
-            for model in models
-        )
+        wrong = sum(run_model(model.resolve(), Path(folder), other=not arguments.no_alternative) for model in models)
     print(f"{wrong} wrong plans" if wrong else "no wrong plan")
     return int(wrong > 0)
 

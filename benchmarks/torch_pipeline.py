@@ -138,6 +138,7 @@ def measure(spec: str, num_stages: int) -> dict[str, Any]:
             process.kill()
         results = [torch.load(path, weights_only=False) for path in sorted(Path(folder).glob("*.pt"))]
     errors = [item for item in results if isinstance(item, str)]
+    errors.sort(key=lambda text: "Connection" in text)  # the others' lost connections come after what stopped one
     if errors or len(results) < num_stages:
         return {"error": errors[0] if errors else "a rank never answered"}
     found: dict[str, torch.Tensor | None] = {}

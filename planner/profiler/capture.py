@@ -27,6 +27,7 @@ from planner.profiler.hidden import open_escaping
 from planner.profiler.meta_build import build_meta
 from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import Call, Recording, Unsupported, record
+from planner.profiler.skips import HINT, has_skips, insert_choices, skip_notes, without_skipped
 from planner.profiler.state import Attributes, attributes_of, changed_since, set_state, state_of
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.profiler.whole import WholeRuns
@@ -124,6 +125,7 @@ def _record_once(
     training: bool,
     all_floats: bool,
     state: Attributes | None = None,
+    takes_unlikely: bool = False,
 ) -> Recording:
     """Return one recording of the model on fake tensors; `all_floats` gives buffers the dtype too.
 
@@ -131,7 +133,7 @@ def _record_once(
     """
     with _attributes_kept(meta), emptied_caches(meta) as empty_caches:
         before = attributes_of(meta)
-        options = {"training": training, "all_floats": all_floats}
+        options = {"training": training, "all_floats": all_floats, "takes_unlikely": takes_unlikely}
         recording = _record(file, meta, rows, dtype, empty_caches, state or {}, **options)
         return replace(recording, kept=changed_since(meta, before))
 
@@ -146,6 +148,7 @@ def _record(
     *,
     training: bool,
     all_floats: bool,
+    takes_unlikely: bool,
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -173,7 +176,18 @@ def _record(
             targets = dict(named_tensors({"target": target}))
             whole = WholeRuns(originals, _containers_of_blocks(meta))
             begin = partial(set_state, meta, state)
-            return record(meta, args, kwargs, named, targets, loss, whole, begin, empty_caches=empty_caches)
+            return record(
+                meta,
+                args,
+                kwargs,
+                named,
+                targets,
+                loss,
+                whole,
+                begin,
+                empty_caches=empty_caches,
+                takes_unlikely=takes_unlikely,
+            )
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
@@ -256,6 +270,19 @@ def _check_stateless(
         raise CaptureError(f"{error.location}: {error.what} in a second forward differs: {what}", hint=hint) from None
 
 
+def _check_decisions(file: ModelFile, meta: nn.Module, dtype: torch.dtype | None, base: Recording) -> None:
+    """Raise CaptureError where a random decision in Python does more than leave out modules one by one."""
+    other = _record_once(file, meta, _ROWS[0], dtype, training=True, all_floats=False, takes_unlikely=True)
+    try:
+        _merge(without_skipped(base), other, _same_leaf)
+    except _StructureDiffersError as error:
+        raise CaptureError(
+            f"{base.decisions[0]}: a random number decides in Python what runs, and it decides about more than leaving "
+            f"out whole modules: {error.what} is otherwise ({error.location})",
+            hint=HINT,
+        ) from None
+
+
 def _same_leaf(base: Any, other: Any) -> Any:
     """Refuse any difference between two recordings of the same."""
     raise _StructureDiffersError(f"the constant {base!r} (then {other!r})", "")
@@ -272,6 +299,8 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
     if state := state_of(base, dict(meta.named_parameters(remove_duplicate=False))):
         _check_stateless(file, meta, dtype, base, state)
+    if base.decisions:
+        _check_decisions(file, meta, dtype, base)
     open_escaping(base.calls, (*base.inputs.values(), *base.targets.values()), (base.output, base.loss))
     notes = [f"{line}: a check of values, which a plan does not make" for line in base.checks]
 
@@ -323,6 +352,9 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
                     f"{_maker(base.calls, number)}: {error.what}, which no batch between has to follow",
                     hint=_SAME_FOR_ALL_ROWS,
                 ) from None
+    if has_skips(merged.calls):
+        notes += skip_notes(merged.calls)
+        merged = insert_choices(merged, tensors, in_evaluation=bool(evaluation.decisions))
     return Capture(
         model=meta,
         model_hash=model_hash(meta),

@@ -38,6 +38,7 @@ from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef,
 _THIS_FOLDER = str(Path(__file__).parent)
 
 # Calls that turn a tensor into a Python value: under fake tensors they raise; with real ones they would bake a branch.
+_COMPARISONS = {"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__"}
 _VALUE_READS = {"__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__contains__"}
 _VALUE_READS |= {"numpy", "__array__", "__format__"}
 # The errors of operators whose results, or their shapes, depend on values; or that fake tensors don't know.
@@ -66,7 +67,8 @@ class Call:
     `body` are the calls inside a module, also those of a leaf that is not torch's own: a leaf is never opened, but what
     it does to a divided value is read from its body. `escapes`: later calls read values of the body that are not in the
     result, so it has to be opened. `written` are the arguments that a module changed in place. `opaque` tells why no
-    program can hold the call. `random`: it draws random numbers.
+    program can hold the call. `random`: it draws random numbers. `skipped_with` is the
+    probability with which it is left out.
     """
 
     kind: NodeKind
@@ -83,6 +85,7 @@ class Call:
     escapes: bool = False
     opaque: str = ""
     random: bool = False
+    skipped_with: float = 0.0
     body: list["Call"] = field(default_factory=list)
     name: str = ""  # what to call its result, where that says more than the target
 
@@ -93,7 +96,7 @@ class Recording:
 
     `constants` are the values of the tensors that stood outside the model, each with the line that read it,
     `updated_buffers` the names of those that the forward changed, `checks` the lines that only check values, which the
-    program does not.
+    program does not, `decisions` those where Python decides by a random number.
     """
 
     inputs: dict[str, int]
@@ -107,6 +110,7 @@ class Recording:
     updated_buffers: tuple[str, ...] = ()
     kept: dict[tuple[str, str], Any] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
+    decisions: tuple[str, ...] = ()
 
 
 class UnrecordableError(CaptureError):
@@ -155,6 +159,10 @@ class _Recorder(TorchFunctionMode):
         self.in_leaf = False
         self.draws, self.python_random = Draws(), PythonRandom()
         self.constants: list[tuple[str, int, Any]] = []
+        self.uniform: dict[int, Call] = {}  # tensors that are one uniform random number
+        self.chances: dict[int, float] = {}  # comparisons of one, with the probability that they are true
+        self.takes_unlikely, self.skip_next = False, 0.0
+        self.decisions: dict[str, None] = {}
         self.checked: set[str] = set()
         self.check_locations: dict[str, None] = {}
 
@@ -270,6 +278,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         self.check_random()
         name = getattr(func, "__name__", str(func))
+        if name == "__bool__" and id(args[0]) in self.chances:
+            return self._decide(self.chances[id(args[0])])
         drawn, versions = self.draws.count, self._versions((args, kwargs))
         try:
             result = func(*args, **kwargs)
@@ -306,7 +316,27 @@ class _Recorder(TorchFunctionMode):
         if name == "__setitem__":
             call.result = call.args[0]
         self.frames[-1].append(call)
+        self._note_chance(call, name, args, result)
         return result
+
+    def _note_chance(self, call: Call, name: str, args: Any, result: Any) -> None:
+        """Keep which tensors are one uniform random number, and with which probability a comparison of one is true."""
+        if name == "rand" and isinstance(result, torch.Tensor) and result.dim() == 0:
+            self.uniform[id(result)] = call
+        elif name in _COMPARISONS and len(args) == 2 and id(args[0]) in self.uniform and type(args[1]) in (int, float):
+            below = min(max(float(args[1]), 0.0), 1.0)
+            self.chances[id(result)] = below if name.strip("_") in ("lt", "le") else 1.0 - below
+            for drawn in (self.uniform.pop(id(args[0])), call):  # a decision of Python's, no part of a program
+                self.frames[-1].remove(drawn)
+
+    def _decide(self, probability: float) -> bool:
+        """Return the likelier outcome, in which the next module runs that the other one leaves out; else the other."""
+        likely = probability > 0.5
+        self.decisions[self.location()] = None
+        if self.takes_unlikely:
+            return not likely
+        self.skip_next = min(probability, 1.0 - probability)
+        return likely
 
     def check_random(self, module: nn.Module | None = None) -> None:
         """Raise UnrecordableError where numbers were drawn that are not torch's: a program would keep them for good.
@@ -405,6 +435,7 @@ class _Recorder(TorchFunctionMode):
         own = not type(module).__module__.startswith("torch.")
         # What no program can hold (a module, say) can't be passed to a leaf: its code is opened, as a composite's is.
         call.leaf = is_leaf(module) and not (own and any(isinstance(leaf, Unsupported) for leaf in given))
+        call.skipped_with, self.skip_next = self.skip_next, 0.0
         self.in_leaf = call.leaf and not own
         self.frames.append(call.body)
         self.scopes.append(name)
@@ -550,14 +581,17 @@ def record(
     begin: Callable[[], None],
     *,
     empty_caches: Callable[[], None] = lambda: None,
+    takes_unlikely: bool = False,
 ) -> Recording:
     """Return the recording of `model(*args, **kwargs)` and of `loss(output)`.
 
     `inputs` names the tensors among the arguments, `targets` those that the loss reads beside the output. Call it under
     the fake-tensor mode that the tensors belong to. `whole` runs modules whose code looks at values, `begin` is called
-    first, `empty_caches` where the code of a module begins.
+    first, `empty_caches` where the code of a module begins. Where Python decides by a uniform random number what runs,
+    the likelier way is taken, or with `takes_unlikely` the other one.
     """
     recorder = _Recorder(model, whole, empty_caches)
+    recorder.takes_unlikely = takes_unlikely
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
     hooks = (_patched_module_call(recorder), seen_functions(recorder.call_function), converted_modules(recorder.rename))
     with recorder.draws, hooks[0], hooks[1], hooks[2], recorder:
@@ -580,6 +614,7 @@ def record(
         calls=calls,
         output=structure,
         loss_calls=recorder.frames[0],
+        decisions=tuple(recorder.decisions),
         loss=scalar,
         tensors=recorder.tensors,
         constants=tuple((location, values) for location, _, values in recorder.constants),
