@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from planner.emitter import emit, write_plan
+from planner.errors import ProfileError
 from planner.model_file import load_model_file
-from planner.profiler import profile_model
+from planner.profiler import pricing, profile_model
 from planner.profiler.capture import capture
 from planner.runner import verify
 from planner.runner.pool import WorkerPool
@@ -52,3 +53,16 @@ def test_is_exact(pool: WorkerPool, tmp_path: Path, name: str) -> None:
         write_plan(emit(even_plan(profile, **layout), profile), path)
         report = verify(path, pool=pool, timeout_s=120)
         assert report.ok, report.rows[:3]
+
+
+def test_a_way_to_divide_that_cannot_be_run_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def divided_nodes(*args: object) -> None:
+        raise ProfileError("layer 'blocks.0': sizes differ", hint="none")
+
+    monkeypatch.setattr(pricing, "divided_nodes", divided_nodes)
+    profile = profile_model(
+        f"{ZOO}:build_first_has_more", inputs="inputs_first_has_more", gpu="h100-sxm", microbatch_sizes=(1, 2)
+    )
+    assert not any(layer_class.shardings for layer_class in profile.layer_classes)
+    assert all(cost.tp_degree == 1 for layer_class in profile.layer_classes for cost in layer_class.costs)
+    assert any(note.startswith("not divided by tp 2: layer 'blocks.0': sizes differ") for note in profile.notes)

@@ -82,6 +82,8 @@ class Pricer:
         self.dtype = dtype or model_dtype(captured.model)
         self.least_rows = 1
         self.notes: tuple[str, ...] = ()
+        # (class, tp_degree, name) of the ways to divide that can't be run: rules that were wrong about some operation
+        self.unusable: set[tuple[str, int, str]] = set()
 
     def price(
         self, classes: list[ProfiledClass], sizes: tuple[int, ...], progress: Progress
@@ -89,6 +91,7 @@ class Pricer:
         """Return the costs of each class; ProfileError names the layer that fails.
 
         A size with which a layer fails and a larger one does not is left out: `least_rows` are those that all run with.
+        A way to divide a layer that can't be run, where the whole layer can, is `unusable`, and noted.
         Classes that cost the same are priced once.
         """
         total = sum(len(sizes) * (1 + len(item.shardings)) for item in classes)
@@ -104,6 +107,7 @@ class Pricer:
                     environments[is_real, rows] = self._environment(rows)
             price_key = item.name if is_real else (item.cost_key, tuple(map(_division, item.shardings)))
             same = alike.setdefault(price_key, item.name)
+            self.unusable |= {(item.name, degree, kind) for name, degree, kind in self.unusable if name == same}
             costs[item.name] = list(costs.get(same, ()))
             if costs[item.name]:
                 done += len(sizes) * (1 + len(item.shardings))
@@ -121,18 +125,28 @@ class Pricer:
                     try:
                         found.append(self._cost(item, sharding, rows, environments[is_real, rows]))
                     except ProfileError as error:
+                        if sharding is not None and not found and rows >= self.least_rows:
+                            self.unusable.add((item.name, sharding.tp_degree, sharding.name))
+                            self.notes = (*self.notes, f"not divided by tp {sharding.tp_degree}: {error.message}")
+                            break
                         if found or rows == sizes[-1]:
                             raise (too_few or error) from error
                         too_few = too_few or error
-                if too_few is not None and found[0].microbatch_size > self.least_rows:
+                if too_few is not None and found and found[0].microbatch_size > self.least_rows:
                     self.least_rows = found[0].microbatch_size
-                    self.notes = (f"no plan has microbatches of fewer than {self.least_rows} rows: {too_few.message}",)
+                    told = f"no plan has microbatches of fewer than {self.least_rows} rows: {too_few.message}"
+                    self.notes = (*(note for note in self.notes if not note.startswith("no plan has")), told)
                 costs[item.name] += found
         self._source.release()
         progress("done", total, total)
         return {
             name: [cost for cost in listed if cost.microbatch_size >= self.least_rows] for name, listed in costs.items()
         }
+
+    def usable(self, item: ProfiledClass) -> tuple[Sharding, ...]:
+        """Return the ways to divide a class that can be run."""
+        found = (s for s in item.shardings if (item.name, s.tp_degree, s.name) not in self.unusable)
+        return tuple(found)
 
     def _environment(self, rows: int) -> dict[str, Any]:
         """Return the model's inputs, targets and what is computed from them alone, for a batch of `rows`."""

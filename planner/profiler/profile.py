@@ -113,6 +113,7 @@ def profile_model(
     real = frozenset(item.name for item in classes if _looks_at_values(item, program, whole))
     pricer = Pricer(file, captured, with_loss, derived, gpu_type, torch.device(device_name), target_dtype, real)
     costs = pricer.price(classes, sizes, progress)
+    classes = [replace(item, shardings=pricer.usable(item)) for item in classes]
     flops = {layer_class.name: _flops_per_row(costs[layer_class.name]) for layer_class in classes}
     parameters, tied = _parameters(captured.model, with_loss)
     return ModelProfile(
