@@ -374,6 +374,7 @@ class ModelProfile(Record):
 
     `input_only_values` are computed from the model's inputs alone, without parameters: every stage that reads one makes
     it anew. `target_dims` are the dimensions that grow with the batch of the tensors of the loss's target, in order;
+    `called_whole` are the modules whose code looks at values, which runs as it is.
     `updated_buffers` are those that a forward in training changes, each under all of its names; `arguments` the model's
     in the order of positions; `constants` the numbers, flags and texts among them for which the program was recorded
     (None: computed from the rows); `input_keys` the names of inputs that no variable can have, by the program's. With
@@ -393,6 +394,7 @@ class ModelProfile(Record):
     edges: tuple[Edge, ...] = ()
     program: Program
     updated_buffers: tuple[QualifiedName, ...] = ()
+    called_whole: tuple[QualifiedName, ...] = ()
     arguments: tuple[PlainText, ...] = ()
     constants: dict[PlainText, Constant] = {}
     input_keys: dict[Identifier, PlainText] = {}

@@ -37,6 +37,7 @@ EXACT = {
     "recurrent:state_between_blocks": (TENSOR,),
     "recurrent:hooked_norm": (DATA,),
     "control:mixture": (TENSOR, DATA),
+    "control:sparse_mixture": (DATA, {"tp_degree": 2, "dp_degree": 2, "data_parallel": "sharded"}),
     "control:dense_mixture": (TENSOR,),
     "control:branch_in_block": (TENSOR, DATA),
     "control:unrolled": (TENSOR,),

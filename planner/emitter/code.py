@@ -153,6 +153,8 @@ def stage_code(
         yield f"{pad}parameter_names = {name_tuple(parameters)}"
     if stage.updated_buffers:
         yield f"{pad}updated_buffers = {name_tuple(stage.updated_buffers)}"
+    if stage.called_whole:
+        yield f"{pad}called_whole = {name_tuple(stage.called_whole)}"
     yield f"{pad}inputs = {name_tuple(stage.inputs)}"
     for title, transfers in (("receives", stage.receives), ("sends", stage.sends)):
         if transfers:

@@ -43,6 +43,7 @@ class StageCode:
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     updated_buffers: tuple[str, ...]
+    called_whole: tuple[str, ...]
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
     is_last: bool
@@ -200,6 +201,7 @@ def _stage_code(
         modules=modules,
         parameters=parameters,
         updated_buffers=tuple(name for name in profile.updated_buffers if name in parameters or name.startswith(held)),
+        called_whole=tuple(name for name in profile.called_whole if name in modules or name.startswith(held)),
         receives=receives,
         sends=sends,
         is_last=is_last,

@@ -144,6 +144,7 @@ def profile_model(
         arguments=argument_names(captured.model),
         constants=input_constants(file, captured.model),
         updated_buffers=captured.updated_buffers,
+        called_whole=tuple(whole),
         input_keys={variable: name for name, variable in input_names.items() if variable != name},
         target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),
         input_only_values=tuple(sorted(derived - set(program.inputs))),

@@ -75,6 +75,29 @@ class Mixture(nn.Module):
         return self.head(x), torch.stack(losses).mean()
 
 
+class SparseExperts(Experts):
+    """Every token goes to one of eight experts, so that some are idle, on one replica or on all."""
+
+    def __init__(self) -> None:
+        super().__init__(experts=8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.reshape(-1, WIDTH)
+        chosen, index = torch.softmax(self.router(flat), -1).max(-1)
+        out = torch.zeros_like(flat)
+        for number in index.unique().tolist():
+            rows = (index == number).nonzero().squeeze(-1)
+            out[rows] = self.experts[number](flat[rows]) * chosen[rows].unsqueeze(-1)
+        return out.view_as(x), chosen.mean()
+
+
+class SparseMixture(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.experts = SparseExperts()
+
+
 class StackedExperts(nn.Module):
     """Experts whose weights are one parameter of three dimensions; every token goes through all of them, weighted."""
 
@@ -214,6 +237,7 @@ class Selected(TwoLayers):
 
 
 build_mixture = Mixture
+build_sparse_mixture = SparseMixture
 build_dense_mixture = DenseMixture
 build_branch_in_block = BranchInBlock
 build_unrolled = Unrolled

@@ -67,6 +67,59 @@ class _Numbers:
                 outer.grad = mean if outer.grad is None else outer.grad + mean
 
 
+class _Touched:
+    """The parameters of modules called whole that get a gradient in this step, on this replica.
+
+    Which do depends on the data: an expert may be idle on one replica alone. Replicas sum gradients in one message, so
+    where one has a gradient all need one, be it zero; what no replica has touched gets none, as in one process.
+    """
+
+    def __init__(self, stage: PlanStage) -> None:
+        self.stage = stage
+        self.watched: set[int] = set()
+        self.touched: set[str] = set()
+        self.empty: list[str] = []
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        found = {}
+        for name in self.stage.called_whole:
+            for key, param in self.stage.get_submodule(name).named_parameters():
+                if param.requires_grad and param.dim():
+                    found[f"{name}.{key}"] = param
+        return found
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.touched.clear()
+        self.empty = [name for name, param in self._parameters().items() if param.grad is None]
+
+    def before_backward(self, last: bool) -> None:
+        """Watch the gathered parameters; before the last backward, give each a gradient to be summed."""
+        if not isinstance(self.stage, FSDPModule):
+            return
+        for name, param in self._parameters().items():
+            if id(param) not in self.watched:
+                self.watched.add(id(param))
+                watch: Any = param.register_post_accumulate_grad_hook
+                watch(partial(self._touch, name))
+            if last and param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def _touch(self, name: str, param: Tensor) -> None:
+        self.touched.add(name)
+
+    def end(self, group: dist.ProcessGroup) -> None:
+        """Take back the gradients of parameters that no replica has touched."""
+        if not isinstance(self.stage, FSDPModule) or not self.stage.called_whole:
+            return
+        parameters = self._parameters()
+        flags = torch.tensor([float(name in self.touched) for name in parameters], device=self.stage.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        for (name, param), touched in zip(parameters.items(), flags.tolist(), strict=True):
+            if not touched and name in self.empty:
+                param.grad = None
+
+
 def _set_last_backward(stage: nn.Module, last: bool) -> None:
     """Tell data parallelism whether the next backward is the step's last, which averages gradients."""
     if isinstance(stage, FSDPModule):

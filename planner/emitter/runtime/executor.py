@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from planner.emitter.runtime.checks import PlanError, _check_shape
 from planner.emitter.runtime.communication import _Channel
 from planner.emitter.runtime.counting import _check_loss, _count_step
-from planner.emitter.runtime.data_parallel import _release, _set_last_backward
+from planner.emitter.runtime.data_parallel import _release, _set_last_backward, _Touched
 from planner.emitter.runtime.stage import PlanStage, Value, _map_tensors
 
 
@@ -50,6 +50,7 @@ class _Executor:
         self.dp_group, self.dp_degree = dp_group, dp_degree
         self.counts: dict[str, Tensor] = {}  # of the step
         self.loss_is_checked = False
+        self.touched = _Touched(stage)
         self.received: list[_Channel] = []
         self.sent: list[_Channel] = []
         self.returned: list[_Channel] = []
@@ -70,6 +71,7 @@ class _Executor:
         losses: list[Tensor] = []
         last_backward = max((index for index, (kind, _) in enumerate(actions) if kind == "B"), default=None)
         self.alive.clear()
+        self.touched.begin()
         self.counted_of = counted_of
         every = (counted_of(microbatch) for microbatch in range(self.num_microbatches))
         self.counts = _count_step(self.stage, every, self.dp_group, self.dp_degree)
@@ -81,10 +83,13 @@ class _Executor:
                 losses += self._forward(microbatch, *microbatch_of(microbatch))
             else:
                 _set_last_backward(self.stage, index == last_backward)
+                self.touched.before_backward(index == last_backward)
                 self._backward(microbatch)
         for channel in self.sent + self.back:
             channel.flush()
         _release(self.stage)
+        if last_backward is not None:
+            self.touched.end(self.dp_group)
         return losses
 
     def _forward(self, microbatch: int, inputs: dict[str, Any], target: Any) -> list[Tensor]:

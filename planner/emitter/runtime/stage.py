@@ -87,8 +87,9 @@ class PlanStage(nn.Module):
     """A part of the model: the submodules `module_names`, and the tensors `parameter_names` that its own forward reads.
 
     Its forward takes the model's inputs `inputs` and the values it `receives` by name, and returns the tuple of values
-    it `sends`, the last stage the model's output. `updated_buffers` change in every forward. `units` are repeated
-    layers whose parameters are gathered together.
+    it `sends`, the last stage the model's output. `updated_buffers` change in every forward. The modules `called_whole`
+    look at values: which of their parameters get a gradient depends on the data. `units` are repeated layers whose
+    parameters are gathered together.
 
 
     What a loss divides by is counted over the whole step: `count_microbatch` takes the inputs `count_inputs` and the
@@ -99,6 +100,7 @@ class PlanStage(nn.Module):
     module_names: ClassVar[tuple[str, ...]] = ()
     parameter_names: ClassVar[tuple[str, ...]] = ()
     updated_buffers: ClassVar[tuple[str, ...]] = ()
+    called_whole: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[str, ...]] = ()
     receives: ClassVar[tuple[Value, ...]] = ()
     sends: ClassVar[tuple[Value, ...]] = ()
