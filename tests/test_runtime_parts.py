@@ -148,4 +148,6 @@ def test_float64_has_no_narrower_values() -> None:
     assert Value("x").dtype_in(torch.float32) is torch.float32
     assert Value("x", dtype=torch.float32).dtype_in(torch.bfloat16) is torch.float32
     assert Value("x", dtype=torch.float32).dtype_in(torch.float64) is torch.float64
+    assert Value("x", dtype=torch.complex64).dtype_in(torch.float64) is torch.complex128
+    assert Value("x", dtype=torch.complex64).dtype_in(torch.bfloat16) is torch.complex64
     assert Value("x", dtype=torch.int64).dtype_in(torch.float64) is torch.int64

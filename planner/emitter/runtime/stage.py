@@ -40,6 +40,8 @@ class Value:
         """Return the dtype between stages; a model built in float64 has no narrower numbers."""
         if self.dtype is None or (stage_dtype == torch.float64 and self.dtype.is_floating_point):
             return stage_dtype
+        if stage_dtype == torch.float64 and self.dtype.is_complex:
+            return torch.complex128
         return self.dtype
 
 
