@@ -2,7 +2,7 @@
 
     python benchmarks/models.py [MODEL.py ...] [--no-alternative] [--full]
 
-For each model: layers, classes, ties, parameters, FLOPs of a row, seconds and peak memory of `planner profile`; then
+For each model: layers, classes, ties, parameters, FLOPs of two rows, seconds and peak memory of `planner profile`; then
 for each layout the worst relative difference of a gradient to one process, or why it was refused, and beside it what
 `torch.distributed.pipelining.pipeline()` makes of it (it has no tensor parallelism). `--full` profiles at
 the real size instead, as full_size.py does. Exit 1 if a plan that was emitted is not exact.
@@ -96,7 +96,7 @@ def run_model(model: Path, folder: Path, *, other: bool) -> int:
         print(f"{model.stem}: not captured: {found['error']} ({cost})", flush=True)
     else:
         blocks = f"{found['num_layers']} layers of {found['num_layer_classes']} classes"
-        numbers = f"{found['param_count']:,} parameters, {found['forward_flops']:.5g} FLOPs"
+        numbers = f"{found['param_count']:,} parameters, {found['forward_flops']:.5g} FLOPs of two rows"
         print(f"{model.stem}: {blocks}, {len(found['tied'])} ties, {numbers}; {cost}", flush=True)
         for name, (num_gpus, pins) in CELLS.items():
             text, fine = cell(path, folder / f"{model.stem}.py", num_gpus, pins)
