@@ -7,7 +7,6 @@ mode. Constants that change between recordings are what depends on those things;
 
 import copy
 import inspect
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,18 @@ from planner.profiler import user_code as user
 from planner.profiler.blocks import find_blocks
 from planner.profiler.fake import make_fake
 from planner.profiler.hidden import open_escaping
+from planner.profiler.merging import (
+    ROWS,
+    TRIED_ROWS,
+    StructureDiffersError,
+    dtype_leaf,
+    merge,
+    polynomial,
+    rows_dim,
+    rows_leaf,
+    same_leaf,
+    training_leaf,
+)
 from planner.profiler.meta_build import build_meta
 from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import Call, Recording, Unsupported, record
@@ -32,24 +43,12 @@ from planner.profiler.state import Attributes, attributes_of, changed_since, set
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.profiler.whole import WholeRuns
 from planner.program import (
-    MODEL_DTYPE,
-    BatchFloat,
     BatchInt,
-    Dtype,
-    Fields,
-    ParamRef,
     Ref,
     Tensor,
-    TrainingValue,
     leaves,
     map_argument,
 )
-
-# Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple. What
-# both say of a number is tried at eleven rows, which is no multiple and no power of two, and next to none above it.
-_ROWS = (2, 3)
-_TRIED_ROWS = 11
-
 
 _SAME_FOR_ALL_ROWS = (
     "a forward whose structure depends on the batch size can't be cut into microbatches; "
@@ -76,13 +75,6 @@ class Capture:
     updated_buffers: tuple[str, ...]
     storages: dict[str, int]
     notes: tuple[str, ...]
-
-
-class _StructureDiffersError(Exception):
-    def __init__(self, what: str, location: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.location = location
 
 
 def input_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -226,8 +218,8 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
 def _check_rows(file: ModelFile, model: nn.Module) -> None:
     """Raise CaptureError where the number of rows asked for does not show in the inputs, one for one."""
-    first, second = _ROWS
-    fewer, more = (input_tensors(model, *split_arguments(user.example_inputs(file, rows))) for rows in _ROWS)
+    first, second = ROWS
+    fewer, more = (input_tensors(model, *split_arguments(user.example_inputs(file, rows))) for rows in ROWS)
     name = file.inputs_function
     rule = (
         f"{name}(batch_size) must return batch_size rows: make tensors of shape (batch_size, ...). A model of one "
@@ -262,30 +254,25 @@ def _check_stateless(
     what = f"kept from one forward for the next outside of buffers ({listed}{' and others' if len(state) > 3 else ''})"
     hint = "register what a forward keeps for the next as a buffer, and write it in place; or don't read it there"
     try:
-        again = _record_once(file, meta, _ROWS[0], dtype, training=True, all_floats=False, state=state)
-        _merge(base, again, _same_leaf)
+        again = _record_once(file, meta, ROWS[0], dtype, training=True, all_floats=False, state=state)
+        merge(base, again, same_leaf)
     except CaptureError as error:
         raise CaptureError(f"{error.message}\nin a second forward, because of what is {what}", hint=hint) from error
-    except _StructureDiffersError as error:
+    except StructureDiffersError as error:
         raise CaptureError(f"{error.location}: {error.what} in a second forward differs: {what}", hint=hint) from None
 
 
 def _check_decisions(file: ModelFile, meta: nn.Module, dtype: torch.dtype | None, base: Recording) -> None:
     """Raise CaptureError where a random decision in Python does more than leave out modules one by one."""
-    other = _record_once(file, meta, _ROWS[0], dtype, training=True, all_floats=False, takes_unlikely=True)
+    other = _record_once(file, meta, ROWS[0], dtype, training=True, all_floats=False, takes_unlikely=True)
     try:
-        _merge(without_skipped(base), other, _same_leaf)
-    except _StructureDiffersError as error:
+        merge(without_skipped(base), other, same_leaf)
+    except StructureDiffersError as error:
         raise CaptureError(
             f"{base.decisions[0]}: a random number decides in Python what runs, and it decides about more than leaving "
             f"out whole modules: {error.what} is otherwise ({error.location})",
             hint=HINT,
         ) from None
-
-
-def _same_leaf(base: Any, other: Any) -> Any:
-    """Refuse any difference between two recordings of the same."""
-    raise _StructureDiffersError(f"the constant {base!r} (then {other!r})", "")
 
 
 def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
@@ -295,7 +282,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     """
     meta = user.build(file, build_meta)
     _check_rows(file, meta)
-    first, second = _ROWS
+    first, second = ROWS
     base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
     if state := state_of(base, dict(meta.named_parameters(remove_duplicate=False))):
         _check_stateless(file, meta, dtype, base, state)
@@ -309,36 +296,36 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     more_rows = _record_once(file, other, second, dtype, training=True, all_floats=False)
     _check_constants(base, more_rows)
     try:
-        merged, rows_numbers = _merge(base, more_rows, _rows_leaf)
-    except _StructureDiffersError as error:
+        merged, rows_numbers = merge(base, more_rows, rows_leaf)
+    except StructureDiffersError as error:
         raise CaptureError(
             f"{error.location}: {error.what} differs between batches of {first} and {second} rows",
             hint=_SAME_FOR_ALL_ROWS,
         ) from None
 
-    tried = _TRIED_ROWS
+    tried = TRIED_ROWS
     double = _record_once(file, meta, tried, torch.float64, training=True, all_floats=True)
     double_numbers: dict[int, int] = {}
     try:
-        merged, double_numbers = _merge(merged, double, partial(_dtype_leaf, tried))
-    except _StructureDiffersError as error:
+        merged, double_numbers = merge(merged, double, partial(dtype_leaf, tried))
+    except StructureDiffersError as error:
         tried = first
         double = _record_once(file, meta, tried, torch.float64, training=True, all_floats=True)
         try:
-            merged, double_numbers = _merge(merged, double, partial(_dtype_leaf, tried))
-        except _StructureDiffersError as same_rows:
+            merged, double_numbers = merge(merged, double, partial(dtype_leaf, tried))
+        except StructureDiffersError as same_rows:
             location, what = same_rows.location, same_rows.what
             notes.append(f"{location}: {what} depends on the dtype; recorded for the profile's dtype only")
         else:
             raise CaptureError(
-                f"{error.location}: {error.what} differs between batches of {first} and {_TRIED_ROWS} rows",
+                f"{error.location}: {error.what} differs between batches of {first} and {TRIED_ROWS} rows",
                 hint=_SAME_FOR_ALL_ROWS,
             ) from None
 
     evaluation = _record_once(file, meta, first, dtype, training=False, all_floats=False)
     try:
-        merged, _ = _merge(merged, evaluation, _training_leaf)
-    except _StructureDiffersError as error:
+        merged, _ = merge(merged, evaluation, training_leaf)
+    except StructureDiffersError as error:
         notes.append(f"{error.location}: {error.what} differs in evaluation mode; the training code is recorded")
 
     tensors: dict[str, Tensor] = {}
@@ -347,7 +334,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
             more, other_dtype = more_rows.tensors[rows_numbers[number]], double_numbers.get(number, -1)
             try:
                 tensors[str(number)] = _tensor(tensor, more, double.tensors.get(other_dtype), tried)
-            except _StructureDiffersError as error:
+            except StructureDiffersError as error:
                 raise CaptureError(
                     f"{_maker(base.calls, number)}: {error.what}, which no batch between has to follow",
                     hint=_SAME_FOR_ALL_ROWS,
@@ -405,10 +392,10 @@ def _maker(calls: list[Call], number: int) -> str:
 
 
 def _tensor(base: torch.Tensor, more: torch.Tensor, double: torch.Tensor | None, rows: int) -> Tensor:
-    dims = tuple(_rows_dim(int(a), int(b)) for a, b in zip(base.shape, more.shape, strict=True))
+    dims = tuple(rows_dim(int(a), int(b)) for a, b in zip(base.shape, more.shape, strict=True))
     if double is not None:
         dims = tuple(
-            dim if dim == size else _polynomial(dim if isinstance(dim, BatchInt) else BatchInt(0, dim), rows, int(size))
+            dim if dim == size else polynomial(dim if isinstance(dim, BatchInt) else BatchInt(0, dim), rows, int(size))
             for dim, size in zip(dims, double.shape, strict=True)
         )
     follows = double is not None and double.dtype == torch.float64 and base.is_floating_point()
@@ -418,176 +405,3 @@ def _tensor(base: torch.Tensor, more: torch.Tensor, double: torch.Tensor | None,
         requires_grad=base.requires_grad,
         follows_model_dtype=follows,
     )
-
-
-def _rows_dim(base: int, more: int) -> int | BatchInt:
-    first, second = _ROWS
-    if base == more:
-        return base
-    per_row, remainder = divmod(more - base, second - first)
-    if remainder:
-        raise _StructureDiffersError(f"{base} and {more} rows", "")
-    return BatchInt(per_row, base - per_row * first)
-
-
-Leaf = Callable[[Any, Any], Any]
-
-
-def _rows_leaf(base: Any, other: Any) -> Any:
-    """Unify two constants recorded with different numbers of rows."""
-    if type(base) is int and type(other) is int:
-        return _rows_dim(base, other)
-    if type(base) is float and type(other) is float:
-        return _rows_float(base, other)
-    raise _StructureDiffersError(f"the constant {base!r} ({other!r} in the larger batch)", "")
-
-
-def _rows_float(base: float, other: float) -> BatchFloat:
-    """Return a float that is proportional to the rows, or to their inverse: two values say no more than that."""
-    first, second = _ROWS
-    if math.isclose(base * second, other * first, rel_tol=1e-12):
-        return BatchFloat(base / first)
-    if math.isclose(base * first, other * second, rel_tol=1e-12):
-        return BatchFloat(base * first, -1)
-    raise _StructureDiffersError(f"the constant {base!r} ({other!r} in the larger batch)", "")
-
-
-def _dtype_leaf(rows: int, base: Any, other: Any) -> Any:
-    """Unify two constants, the other recorded with another model dtype and another number of rows."""
-    if isinstance(base, Dtype) and isinstance(other, Dtype):
-        return Dtype(MODEL_DTYPE)
-    rounding = isinstance(base, float) and isinstance(other, float) and math.isclose(base, other, rel_tol=1e-6)
-    limit = isinstance(base, float) and abs(base) > 1e4  # the lowest number of a dtype, used to mask
-    if rounding or limit:
-        return base
-    if isinstance(base, BatchInt) and type(other) is int:
-        return _polynomial(base, rows, other)
-    if isinstance(base, BatchFloat) and isinstance(other, float) and math.isclose(base.at(rows), other, rel_tol=1e-6):
-        return base
-    expected = f"{other!r} in float64 with {rows} rows"
-    raise _StructureDiffersError(f"the constant {base!r} ({expected})", "")
-
-
-def _polynomial(base: BatchInt, rows: int, value: int) -> BatchInt:
-    """Return the polynomial of the rows that is what `base` is at the first two numbers of rows, and `value` at `rows`.
-
-    It is linear where that agrees, or else quadratic (the pairs of a batch) with whole coefficients.
-    """
-    if base.at(rows) == value:
-        return base
-    first, second = _ROWS
-    squared, remainder = divmod(value - base.at(rows), (rows - first) * (rows - second) or 1)
-    if remainder or rows in _ROWS:
-        numbers = f"{base.at(first)}, {base.at(second)} and {value}"
-        raise _StructureDiffersError(f"a size or number is {numbers} with {first}, {second} and {rows} rows", "")
-    return BatchInt(
-        base.per_row - squared * (first + second), base.constant + squared * first * second, base.squared + squared
-    )
-
-
-def _training_leaf(base: Any, other: Any) -> Any:
-    """Unify two constants recorded in training and in evaluation mode."""
-    if isinstance(base, BatchInt | BatchFloat) and type(other) in (int, float) and base.at(_ROWS[0]) == other:
-        return base
-    if base == Dtype(MODEL_DTYPE) and isinstance(other, Dtype):
-        return base
-    if isinstance(base, bool | int | float) and isinstance(other, bool | int | float):
-        return TrainingValue(base, other)
-    raise _StructureDiffersError(f"the constant {base!r} ({other!r} in evaluation)", "")
-
-
-def _merge(base: Recording, other: Recording, leaf: Leaf) -> tuple[Recording, dict[int, int]]:
-    """Return `base` with every constant that differs from `other` unified by `leaf`, and other's number of each value.
-
-    A call may return its own operand in one recording and a copy in the other (a cast to the dtype it has, a dropout
-    that is off): a value of one recording may stand for several of the other.
-    """
-    merger = _Merger(leaf)
-    merger.pair_inputs(base, other)
-    merged = replace(
-        base,
-        calls=merger.calls(base.calls, other.calls),
-        loss_calls=merger.calls(base.loss_calls, other.loss_calls),
-        output=merger.unify(base.output, other.output),
-        loss=merger.unify(base.loss, other.loss),
-    )
-    return merged, merger.numbers
-
-
-class _Merger:
-    def __init__(self, leaf: Leaf) -> None:
-        self.leaf = leaf
-        self.pairs: set[tuple[Ref | ParamRef, Ref | ParamRef]] = set()
-        self.numbers: dict[int, int] = {}
-
-    def pair_inputs(self, base: Recording, other: Recording) -> None:
-        """Pair the inputs of the two recordings."""
-        for ours, theirs in ((base.inputs, other.inputs), (base.targets, other.targets)):
-            for name, number in ours.items():
-                self._pair(Ref(str(number)), Ref(str(theirs[name])))
-
-    def _pair(self, base: Any, other: Any) -> Any:
-        if isinstance(base, Ref | ParamRef) and isinstance(other, Ref | ParamRef):
-            self.pairs.add((base, other))
-            if isinstance(base, Ref) and isinstance(other, Ref):
-                self.numbers.setdefault(int(base.name), int(other.name))
-            return base
-        return self.leaf(base, other) if base != other else base
-
-    def calls(self, base: list[Call], other: list[Call]) -> list[Call]:
-        """Return the calls of `base`, unified."""
-        merged = []
-        for index in range(max(len(base), len(other))):
-            if index >= len(base) or index >= len(other):
-                extra = (base if index < len(base) else other)[index]
-                raise _StructureDiffersError(
-                    f"whether `{extra.target or extra.kind}` is called", extra.location or extra.scope
-                )
-            merged.append(self._call(base[index], other[index]))
-        return merged
-
-    def _call(self, base: Call, other: Call) -> Call:
-        where = base.location or other.location or base.scope or "the model"
-        if (base.kind, base.target) != (other.kind, other.target):
-            raise _StructureDiffersError(f"`{base.target}` or `{other.target}` being called", where)
-        try:
-            args, kwargs = self.unify(base.args, other.args), self.unify(base.kwargs, other.kwargs)
-            body = self.calls(base.body, other.body)
-            result = _walk(base.result, other.result, self._pair)
-        except _StructureDiffersError as error:
-            if error.location:
-                raise
-            raise _StructureDiffersError(f"{error.what} of `{base.target or base.kind}`", where) from None
-        return replace(base, args=args, kwargs=kwargs, result=result, body=body)
-
-    def unify(self, base: Any, other: Any) -> Any:
-        """Return an argument of `base` unified with that of `other`."""
-        return _walk(base, other, self._read)
-
-    def _read(self, base: Any, other: Any) -> Any:
-        if isinstance(base, Ref | ParamRef) and isinstance(other, Ref | ParamRef):
-            if (base, other) in self.pairs or (base == other and isinstance(base, ParamRef)):
-                return base
-            raise _StructureDiffersError("which value is used", "")
-        if type(base) is type(other) and (base == other or (base != base and other != other)):
-            return base
-        return self.leaf(base, other)
-
-
-def _walk(base: Any, other: Any, change: Leaf) -> Any:
-    """Return a structure with `change` applied to each pair of leaves of two structures of the same form."""
-    if type(base) is type(other):
-        match base:
-            case Fields() if [name for name, _ in base.items] == [name for name, _ in other.items]:
-                others = iter(other.items)
-                return base.map(lambda item: _walk(item, next(others)[1], change))
-            case tuple() if len(base) == len(other):
-                return tuple(_walk(a, b, change) for a, b in zip(base, other, strict=True))
-            case list() if len(base) == len(other):
-                return [_walk(a, b, change) for a, b in zip(base, other, strict=True)]
-            case dict() if list(base) == list(other):
-                return {key: _walk(item, other[key], change) for key, item in base.items()}
-            case slice():
-                items = zip((base.start, base.stop, base.step), (other.start, other.stop, other.step), strict=True)
-                return slice(*(_walk(a, b, change) for a, b in items))
-    return change(base, other)
