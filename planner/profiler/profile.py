@@ -24,6 +24,7 @@ from planner.model_profile import (
     coupling_notes,
 )
 from planner.profiler import user_code as user
+from planner.profiler.autocast import asked_autocasts
 from planner.profiler.buffers import update_notes
 from planner.profiler.capture import Capture, capture, input_tensors
 from planner.profiler.class_keys import ClassKeys
@@ -89,10 +90,11 @@ def profile_model(
             "--device cuda: this machine has no CUDA device", hint="measure on --device cpu, or compute with --gpu NAME"
         )
     progress("capturing the model", 0, 1)
-    file = shrink_model_file(load_model_file(model_spec, inputs=inputs), shrink)
-    on_gpu = gpu_type is not None or device_name == "cuda"
-    target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if on_gpu else None
-    captured, target_dtype = _capture(file, target_dtype, asked=dtype is not None)
+    with asked_autocasts():  # decorators are made as the file is imported
+        file = shrink_model_file(load_model_file(model_spec, inputs=inputs), shrink)
+        on_gpu = gpu_type is not None or device_name == "cuda"
+        target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if on_gpu else None
+        captured, target_dtype = _capture(file, target_dtype, asked=dtype is not None)
     captured, calls, meaning = read_loss(captured, blocks)
     input_names = variable_names(captured.inputs)
     named = {str(number): input_names[name] for name, number in captured.inputs.items()}

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner.errors import CaptureError
 from planner.names import function_name, method_name
+from planner.profiler.autocast import Autocasts
 from planner.profiler.buffers import Buffers
 from planner.profiler.conversions import converted_modules
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, PythonRandom, Run, seen_functions
@@ -158,6 +159,7 @@ class _Recorder(TorchFunctionMode):
         self.scopes = [""]
         self.in_leaf = False
         self.draws, self.python_random = Draws(), PythonRandom()
+        self.autocasts = Autocasts()
         self.constants: list[tuple[str, int, Any]] = []
         self.uniform: dict[int, Call] = {}  # tensors that are one uniform random number
         self.chances: dict[int, float] = {}  # comparisons of one, with the probability that they are true
@@ -293,6 +295,7 @@ class _Recorder(TorchFunctionMode):
         kind, target = target_of(func, name)
         if kind == "skip":
             return result
+        self.check_autocast()
         self.check_name(kind, target)
         known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         call = self.add(kind, target, tuple(args), kwargs)
@@ -353,6 +356,17 @@ class _Recorder(TorchFunctionMode):
                 "of a module of its own, which is then called whole",
             )
 
+    def check_autocast(self) -> None:
+        """Raise UnrecordableError under an autocast that the forward enables: a program would leave its casts out."""
+        if self.autocasts.enabled():
+            where = self.location()
+            raise UnrecordableError(
+                f"{where}: {self.scopes[-1] or 'the model'} computes this under its own torch.autocast, whose casts "
+                f"no program holds{source_line(where)}",
+                hint="take torch.autocast out of the forward and plan with `planner solve --precision bf16-mixed`; or "
+                "keep it in the forward of a module of its own, which is then called whole",
+            )
+
     def check_name(self, kind: NodeKind, target: str) -> None:
         """Raise UnrecordableError for a function that no program may call."""
         try:
@@ -405,6 +419,7 @@ class _Recorder(TorchFunctionMode):
         """Apply a custom autograd function; what it does inside is not recorded."""
         if self.in_leaf:
             return apply(*args, **kwargs)
+        self.check_autocast()
         call = self.add("function", f"{function.__qualname__}.apply", args, kwargs)
         call.opaque = OPAQUE_FUNCTION
         self.in_leaf, drawn = True, self.draws.count
@@ -430,6 +445,7 @@ class _Recorder(TorchFunctionMode):
         if self.in_leaf or not name or isinstance(module, LOSS_MODULE):  # a loss is seen as the function it calls
             return original(module, *args, **kwargs)
         self.check_random()
+        self.check_autocast()
         call = self.add("module", name, args, kwargs)
         given = leaves((call.args, call.kwargs))
         own = not type(module).__module__.startswith("torch.")
@@ -594,7 +610,7 @@ def record(
     recorder.takes_unlikely = takes_unlikely
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
     hooks = (_patched_module_call(recorder), seen_functions(recorder.call_function), converted_modules(recorder.rename))
-    with recorder.draws, hooks[0], hooks[1], hooks[2], recorder:
+    with recorder.draws, recorder.autocasts.seen(), hooks[0], hooks[1], hooks[2], recorder:
         with unrecorded():
             begin()
         output = model(*args, **kwargs)
