@@ -1,8 +1,6 @@
 """`python -m planner`: the same as the command `planner`."""
 
-import sys
-
-from planner.cli.main import main
+from planner.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

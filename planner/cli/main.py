@@ -10,11 +10,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from planner import __version__
+from planner.cli.ending import adopt_orphans, end
 from planner.cli.explain import explain
 from planner.cli.output import say
 from planner.cli.profile import profile
@@ -62,7 +63,11 @@ def _sigterm_raises() -> Iterator[None]:
         yield  # only the main thread may set handlers
         return
 
+    owner = os.getpid()
+
     def terminate(number: int, frame: object) -> None:
+        if os.getpid() != owner:  # a process that the model's code forked: nothing in it is ours to clean up
+            os._exit(TERMINATED)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _Terminated
 
@@ -71,6 +76,17 @@ def _sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def run() -> NoReturn:
+    """Run the command line in a process of its own, and end it with all that a model's code started."""
+    adopt_orphans()
+    code = 1
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001 - a bug: told as Python does
+        sys.excepthook(*sys.exc_info())
+    end(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
