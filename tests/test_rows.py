@@ -43,20 +43,49 @@ def profile(folder: Path, code: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("code", "reason"),
     [
-        "h / (rows * (rows - 1) + 1)",
-        "(h @ h.t()).reshape(rows * rows, 1).expand(-1, 8)",
-        "h * (2 * rows + 1)",
-        "torch.cat([h, torch.zeros(rows * (3 - rows) + rows * rows, 8)])",
+        ("h / (rows * (rows - 1) + 1)", "`div` computes with the number of rows"),
+        ("(h @ h.t()).reshape(rows * rows, 1).expand(-1, 8)", "`matmul` relates every row to every other"),
+        ("h * (2 * rows + 1)", "`mul` computes with the number of rows"),
+        ("torch.cat([h, torch.zeros(rows * (3 - rows) + rows * rows, 8)])", ""),
+        ("h * rows", "a value of each row depends on the number of rows"),
+        ("h * torch.tensor(rows)", ""),  # the rows of the whole step
+        ("(torch.full((rows, 1), rows) / rows) * h", ""),
     ],
 )
-def test_numbers_of_any_batch(tmp_path: Path, code: str) -> None:
+def test_numbers_of_any_batch(tmp_path: Path, code: str, reason: str) -> None:
     found = profile(tmp_path, code)
     plan = tmp_path / "plan.py"
     write_plan(emit(even_plan(found, pp_degree=2, microbatch_size=4, num_microbatches=2), found), plan)
     report = verify(plan, timeout_s=120)
     assert report.ok, report.rows[:3]
+    if reason:
+        assert any(reason in told and "model.py:13" in told for told in report.coupled), report.coupled
+        assert any(reason in told for told in found.notes), found.notes
+    else:
+        assert not report.coupled
+        assert (report.whole_batch_difference or 0.0) <= report.tolerance
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("(h + 0).mul_(rows)", "`mul` computes with the number of rows"),
+        ("h + rows", "`add` computes with the number of rows"),
+        ("h * torch.tensor(rows + 1)", "`tensor` computes with the number of rows"),
+        ("h * rows / rows", ""),
+        ("h * rows * 2 / (rows * 3)", ""),
+        ("h.view(rows * 2, 4).view(rows, 8)", ""),
+    ],
+)
+def test_what_computes_with_rows_is_named(tmp_path: Path, code: str, reason: str) -> None:
+    loss = profile(tmp_path, code).loss
+    if not reason:
+        assert loss is None
+        return
+    assert loss is not None
+    assert [reason in text and "model.py:13" in text for text in loss.coupled] == [True]
 
 
 @pytest.mark.parametrize(

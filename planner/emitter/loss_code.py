@@ -54,6 +54,9 @@ def stage_counting(stage: StageCode, profile: ModelProfile) -> Counting | None:
     derived = [node for node in profile.program.nodes if _all_in(node, made_anew)]
     nodes = _needed([*derived, *loss.nodes], wanted, set())
     read = {name for node in nodes for name in node.reads()}
+    inputs = [name for name in profile.program.inputs if BatchInt(1) in profile.program.tensors[name].shape]
+    if inputs and not read & set(inputs) and _takes_rows(nodes):
+        read.add(inputs[0])  # the number of rows is read off it
     return Counting(
         counts={name: over for name, over in counted.items() if name in wanted},
         nodes=nodes,
@@ -70,6 +73,10 @@ def stage_counting(stage: StageCode, profile: ModelProfile) -> Counting | None:
 def _all_in(node: Node, names: set[str]) -> bool:
     writes = list(node.writes())
     return bool(writes) and all(name in names for name in writes)
+
+
+def _takes_rows(nodes: Iterable[Node]) -> bool:
+    return any(isinstance(leaf, BatchInt | BatchFloat) for node in nodes for leaf in leaves((node.args, node.kwargs)))
 
 
 def _names(value: Any) -> list[str]:
@@ -143,7 +150,7 @@ def _body(
     for line in lines:
         yield f"{pad}{line}"
     batch = local_name("batch", {*given, *opened, *counting.counts})
-    if any(isinstance(leaf, BatchInt | BatchFloat) for node in nodes for leaf in leaves((node.args, node.kwargs))):
+    if _takes_rows(nodes):
         yield f"{pad}{batch} = {batch_expression(given)}"
     if dtype is None:  # what a loss computes in is up to its caller
         floating = next((name for name, tensor in given.items() if tensor.follows_model_dtype), None)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch.nn import functional as F
 
-from planner.program import BatchInt, Tensor
+from planner.program import BatchFloat, BatchInt, Tensor, leaves
 
 Form = Literal["constant", "rows", "linear"]
 
@@ -50,6 +50,15 @@ FACTORIES = _words(
 )
 PRODUCTS = _words("matmul mm bmm mv dot inner einsum tensordot addmm linear outer vdot")
 COMBINED = _words("stack cat concat concatenate hstack vstack")
+# Operations that compute with numbers, where others take them as sizes, counts and positions.
+ARITHMETIC = _words(
+    "add sub rsub mul multiply div divide truediv true_divide floordiv floor_divide mod remainder fmod pow iadd isub "
+    "imul itruediv ifloordiv imod ipow addcmul addcdiv addmm addmv addbmm baddbmm addr lerp clamp clip clamp_min "
+    "clamp_max minimum maximum eq ne lt le gt ge where masked_fill fill full full_like new_full tensor as_tensor "
+    "scalar_tensor new_tensor scaled_dot_product_attention"
+)
+# Factories whose numbers are the values of what they make: position of these.
+FILLS = {"tensor": 0, "as_tensor": 0, "scalar_tensor": 0, "new_tensor": 1, "full": 1, "full_like": 1, "new_full": 2}
 # Operations along a dimension, which couple the rows where it is one of the batch: position of the argument, default.
 ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(
@@ -94,6 +103,24 @@ def bound_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def power_of_rows(value: Any) -> int | None:
+    """Return with which power of the number of rows a number grows, 0 where it is no power; None for other values."""
+    if isinstance(value, BatchInt):
+        return 0 if value.constant or (value.per_row and value.squared) else 2 if value.squared else 1
+    return value.power if isinstance(value, BatchFloat) else None
+
+
+def computes_with_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation takes a number of rows, or what was computed from it, as a number to compute with."""
+    if name in FILLS:
+        position = FILLS[name]
+        args, kwargs = args[position : position + 1], {k: v for k, v in kwargs.items() if k in ("data", "fill_value")}
+    found = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, BatchInt | BatchFloat)]
+    if any(isinstance(leaf, BatchFloat) for leaf in found):
+        return True
+    return bool(found) and (name in ARITHMETIC or bound_arguments(name, args, kwargs) is not None)
 
 
 def reduction_of(arguments: dict[str, Any]) -> str:

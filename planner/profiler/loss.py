@@ -168,13 +168,23 @@ class _Walk(Rules):
             outer, self.owner = self.owner, self.owner or call.target
             self.rewrite(call.body)
             self.owner = outer
+        operands = [leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
         for number in results:
-            if number not in self.kinds:
-                reads = [self.kind(leaf) for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
-                dims = batch_dims(self.tensors[number])
-                self.kinds[number] = ROWS if dims else CONSTANT if set(reads) <= {CONSTANT} else MEAN
-                if not dims and not set(reads) <= {CONSTANT} and not call.body:
-                    self.couple(number, call.target, "makes one value of all rows")
+            if number in self.kinds:
+                continue
+            constant = all(self.kind(leaf) == CONSTANT for leaf in operands)
+            dims = batch_dims(self.tensors[number])
+            self.kinds[number] = ROWS if dims else CONSTANT if constant else MEAN
+            if call.body:
+                continue
+            if not dims and not constant:
+                self.couple(number, call.target, "makes one value of all rows")
+            for leaf in operands if dims else ():
+                kind = self.kind(leaf)
+                if kind.form == "rows" and kind.degree:
+                    self.couple_grown(number, leaf, call.location or call.target)
+                elif kind.form == "linear":
+                    self.couple(number, call.location or call.target, "takes a value of the whole batch")
 
     def _call(self, call: Call) -> list[Call]:
         call = self._out_of_place(call)
@@ -200,6 +210,9 @@ class _Walk(Rules):
                 continue
             dims, constants = batch_dims(self.tensors[number]), self._has_offset(number)
             self.kinds[number] = kind if dims or kind.form != "rows" else MEAN
+            if kind.form == "rows" and kind.degree:
+                known = (self.grown[leaf.name] for leaf in operands if leaf.name in self.grown)
+                self.grown[number] = next(known, place(call))
             if dims and kind.form != "rows":
                 if kind.form == "linear":
                     self.couple(number, place(call), f"`{name}` gives every row a value of the whole batch")

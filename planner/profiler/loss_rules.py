@@ -9,6 +9,7 @@ from planner.profiler.batch_kinds import (
     COMBINED,
     CONSTANT,
     FACTORIES,
+    FILLS,
     MEAN,
     PRODUCTS,
     ROWS,
@@ -17,7 +18,9 @@ from planner.profiler.batch_kinds import (
     Kind,
     batch_dims,
     bound_arguments,
+    computes_with_rows,
     couples_rows,
+    power_of_rows,
     reduction_of,
 )
 from planner.profiler.loss_state import State, place, refs
@@ -33,8 +36,9 @@ class Rules(State):
 
     def unknown(self, call: Call, name: str, operands: list[Ref]) -> tuple[Kind, list[Call]]:
         """Return the kind of what an operation makes that may do anything within a row."""
-        calls: list[Call] = []
         kinds = set()
+        if computes_with_rows(name, call.args, call.kwargs):
+            self._couple_results(call, f"`{name}` computes with the number of rows, which is that of a microbatch")
         for leaf in operands:
             kind = self.kind(leaf)
             if kind.form == "linear" and not self.settle(leaf):
@@ -43,10 +47,11 @@ class Rules(State):
             if kind.form == "rows" and couples_rows(name, call.args, call.kwargs, self.tensors[leaf.name]):
                 self._couple_results(call, f"`{name}` works along the dimension of the batch")
             if kind.form == "rows" and kind.degree:
-                self._couple_results(call, f"`{name}` takes a value that depends on the number of rows")
+                for number in refs(call.result):
+                    self.couple_grown(number, leaf, place(call))
         if kinds <= {CONSTANT} or name in FACTORIES:
             return CONSTANT, [call]
-        return (ROWS if any(kind.form == "rows" for kind in kinds) else MEAN), [*calls, call]
+        return (ROWS if any(kind.form == "rows" for kind in kinds) else MEAN), [call]
 
     def _couple_results(self, call: Call, what: str) -> None:
         for number in refs(call.result):
@@ -59,16 +64,20 @@ class Rules(State):
         if name in _ZEROS:
             self.zeros.update(refs(call.result))
         kinds = [self.kind(leaf) for leaf in operands]
-        if set(kinds) <= {CONSTANT} and not any(isinstance(leaf, BatchInt | BatchFloat) for leaf in leaves(call.args)):
+        if set(kinds) <= {CONSTANT} and not any(
+            isinstance(leaf, BatchInt | BatchFloat) for leaf in leaves((call.args, call.kwargs))
+        ):
             return CONSTANT, [call]
         first = call.args[0] if call.args else None
         if name in ("cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d"):
             return self._cross_entropy(call, name)
         if (arguments := bound_arguments(name, call.args, call.kwargs)) is not None:
-            if any(kind.form == "linear" for kind in kinds):
+            if any(kind.form == "linear" for kind in kinds) or computes_with_rows(name, call.args, call.kwargs):
                 return None
             reduction = reduction_of(arguments)
             return (ROWS if reduction == "none" else SUM if reduction == "sum" else MEAN), [call]
+        if name in FILLS and computes_with_rows(name, call.args, call.kwargs):
+            return self._filled(call, name)
         if name in SAME and isinstance(first, Ref) and name not in ALONG:
             return self.kind(first), [call]
         if name in ("sum", "mean", "nansum", "count_nonzero") and len(operands) == 1:
@@ -86,13 +95,23 @@ class Rules(State):
             return self._multiplied(call, divides=name not in ("mul", "multiply")) if not call.kwargs else None
         return None
 
+    def _filled(self, call: Call, name: str) -> tuple[Kind, list[Call]] | None:
+        """Return the kind of a new tensor of one number that grows with the rows."""
+        value = next(iter([*call.args[FILLS[name] :], *(call.kwargs.get(key) for key in ("data", "fill_value"))]))
+        if not (power := power_of_rows(value)):
+            return None
+        rows = any(batch_dims(self.tensors[number]) for number in refs(call.result))
+        return Kind("rows" if rows else "linear", power), [call]
+
     def _reduced(self, kind: Kind, call: Call, *, times: int) -> Kind:
         if kind.form != "rows" or any(batch_dims(self.tensors[number]) for number in refs(call.result)):
             return kind
         return Kind("linear", kind.degree + times)
 
     def _added(self, call: Call, terms: list[Any]) -> tuple[Kind, list[Call]] | None:
-        kinds = [self.kind(term) for term in terms]
+        if not all(power_of_rows(term) is None or power_of_rows(term) for term in terms):
+            return None
+        kinds = [Kind("linear", power) if (power := power_of_rows(term)) else self.kind(term) for term in terms]
         if any(kind.form == "rows" for kind in kinds):
             for term in terms:
                 self.settle(term)
@@ -110,6 +129,8 @@ class Rules(State):
         degrees = {kind.degree if kind.form == "linear" else 0 for _, kind in real}
         if len(degrees) <= 1 and all(kind.form == "linear" for _, kind in real):
             return real[0][1], [call]
+        if any(power_of_rows(term) for term, _ in real):
+            return None
         if all(kind == CONSTANT or (isinstance(term, Ref) and term.name in self.known) for term, kind in real):
             for term, _ in real:
                 self.settle(term)
@@ -128,14 +149,8 @@ class Rules(State):
 
     def _multiplied(self, call: Call, *, divides: bool) -> tuple[Kind, list[Call]] | None:
         left, right = call.args
-        if (power := _power_of_rows(right)) is not None or _power_of_rows(left) is not None:
-            value = left
-            if power is None:
-                power, value = _power_of_rows(left), right
-            kind = self.kind(value)
-            if not power or kind == CONSTANT or (divides and value is right):
-                return None
-            return Kind(kind.form, kind.degree + (-power if divides else power)), [call]
+        if power_of_rows(right) is not None or power_of_rows(left) is not None:
+            return self._times_rows(call, divides=divides)
         if divides and self.kind(right).form == "linear":
             if not self.settle(right):
                 return None
@@ -151,6 +166,22 @@ class Rules(State):
         if a.form == b.form == "rows":
             return Kind("rows", a.degree + (-b.degree if divides else b.degree)), [call]
         return None
+
+    def _times_rows(self, call: Call, *, divides: bool) -> tuple[Kind, list[Call]] | None:
+        """Return the kind of a product or quotient of a value and a power of the number of rows."""
+        left, right = call.args
+        power, value = power_of_rows(right), left
+        inverted = divides and power is None  # rows / value
+        if power is None:
+            power, value = power_of_rows(left), right
+        if inverted:
+            self.settle(value)
+        kind = self.kind(value)
+        if not power or power_of_rows(value) is not None or (inverted and kind.form == "linear"):
+            return None
+        if inverted:
+            return Kind("linear" if kind == CONSTANT else "rows", power - kind.degree), [call]
+        return Kind("linear" if kind == CONSTANT else kind.form, kind.degree + (-power if divides else power)), [call]
 
     def _divided(self, call: Call, kind: Kind) -> tuple[Kind, list[Call]]:
         """Return the kind of a value divided by a constant; a sum over rows becomes a mean where that is a count."""
@@ -231,13 +262,6 @@ class Rules(State):
     def _parameter(self, name: ParamRef) -> Any:
         owner, _, last = name.name.rpartition(".")
         return getattr(self.model.get_submodule(owner), last)
-
-
-def _power_of_rows(value: Any) -> int | None:
-    """Return with which power of the number of rows a number grows, 0 where it is no power; None for other values."""
-    if isinstance(value, BatchInt):
-        return 0 if value.constant else 1
-    return value.power if isinstance(value, BatchFloat) else None
 
 
 def _is_default(name: str, key: str, value: Any) -> bool:

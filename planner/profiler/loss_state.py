@@ -59,6 +59,7 @@ class State:
         self.inside: set[str] = set()
         self.made: dict[str, str] = {}
         self.mixed: set[str] = set()  # values of the whole batch that are no sum over rows: each microbatch has its own
+        self.grown: dict[str, str] = {}  # values of rows that depend on the number of rows: where that came in
         self.zeros: set[str] = set()  # tensors of zeros
         self.direct: set[str] = set()  # counts that only divide a sum over rows
         self.alias: dict[str, str] = {}  # values that were written in place: what they are now
@@ -88,6 +89,10 @@ class State:
             self.coupled[where, what] = None
             if not batch_dims(self.tensors[number]):
                 self.mixed.add(number)
+
+    def couple_grown(self, number: str, value: Ref, where: str) -> None:
+        """Note that a value which depends on the number of rows is read by something that is not linear in it."""
+        self.couple(number, self.grown.get(value.name, where), "a value of each row depends on the number of rows")
 
     def settle(self, value: Any) -> bool:
         """Make a linear value made from inputs and targets alone a count, a constant of the step; whether it is one."""
