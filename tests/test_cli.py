@@ -660,7 +660,7 @@ def test_verify_tells_each_note_once(run: Run, noted: Path) -> None:
     for words in (
         "note: dropout was off: with it, losses differ by chance",
         "not proved: dropout",
-        "note: 2 parameters that nothing reads, not in the plan: 'unused.bias' and others",
+        "note: 2 parameters without gradient, as in one process: 'unused.bias' and others",
     ):
         assert done.out.count(words) == 1, done.out
     done = run("verify", "plan.py", "--json")

@@ -151,7 +151,9 @@ class _Recorder(TorchFunctionMode):
         self.empty_caches = empty_caches
         self.names = _names(model.named_modules(remove_duplicate=False))
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        self.params = _names([*tensors, *plain_tensors(model).items()])
+        named = [*tensors, *plain_tensors(model).items()]
+        self.params = _names(named)
+        self.kept = [tensor for _, tensor in named]  # alive though forward may replace them, so that ids stay unique
         self.buffers = Buffers(model)
         self.values: dict[int, int] = {}
         self.tensors: dict[int, torch.Tensor] = {}
@@ -234,6 +236,7 @@ class _Recorder(TorchFunctionMode):
         values = spelled_out(tensor)
         if values is None:
             raise self._unknown_tensor(tensor)
+        self.kept.append(tensor)
         self.constants.append((self.location(), id(tensor), values))
         result = Ref(str(len(self.tensors)))
         self.tensors[len(self.tensors)] = tensor
@@ -517,6 +520,7 @@ class _Recorder(TorchFunctionMode):
     def rename(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Know a parameter or buffer by another tensor, into which the forward converted it."""
         if id(old) in self.params:
+            self.kept.append(new)
             self.params[id(new)] = self.params[id(old)]
 
     def write_buffers(self, name: str, module: nn.Module) -> None:
