@@ -5,8 +5,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from planner.errors import CaptureError
+from planner.model_file import ModelFile
 from planner.model_profile import ModelProfile
+from planner.profiler.capture import capture
 from planner.runner.pool import WorkerPool
 from tests.zoo.parameters import NAMES
 from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, profile_zoo
@@ -34,3 +40,69 @@ CELLS = [(name, id_) for name in NAMES for id_ in (LAYOUT_IDS if name not in FRO
 def test_exact(name: str, layout: str, pool: WorkerPool, tmp_path: Path) -> None:
     report = check_exact(profile_of(name), LAYOUTS[LAYOUT_IDS.index(layout)], pool, tmp_path)
     assert not [row for row in report.rows if row.verdict == "unused"]  # what nothing reads is kept too
+
+
+class Codebook(nn.Module):
+    """Changes its own parameters in forward, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.codes, self.how = nn.Linear(8, 8, bias=False), how
+        self.scale: nn.Parameter | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.codes.weight
+        match self.how:
+            case "replace":
+                self.codes.weight = nn.Parameter(weight * 0.9)
+            case "data":
+                weight.data = F.normalize(weight.data)
+            case "write through data":
+                weight.data.copy_(F.normalize(weight.data))
+            case "write":
+                with torch.no_grad():
+                    weight[0].clamp_(-1, 1)
+            case "make":
+                self.scale = nn.Parameter(torch.ones(8))
+            case "same":
+                self.codes.weight = weight
+                self.codes.requires_grad_(True)
+        return x @ self.codes.weight
+
+
+def codebook_file(how: str) -> ModelFile:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Codebook(how))
+
+    return ModelFile(path=Path(__file__), build=build, example_inputs=lambda rows: torch.randn(rows, 8))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("replace", "forward replaces parameter '1.codes.weight'"),
+        ("data", "forward writes parameter '1.codes.weight' in place"),
+        ("write through data", "forward writes parameter '1.codes.weight' in place"),
+        ("write", "forward writes parameter '1.codes.weight' in place"),
+        ("make", "forward makes parameter '1.scale'"),
+    ],
+)
+def test_a_forward_that_changes_its_parameters_is_refused_with_the_line(how: str, message: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(codebook_file(how))
+    assert message in caught.value.message
+    path, line = caught.value.message.partition(": ")[0].rsplit(":", 1)
+    code = Path(path).read_text().splitlines()
+    written = {"replace": "nn.Parameter(weight", "data": ".data = ", "make": "nn.Parameter(torch.ones"}
+    assert written.get(how, "_(") in code[int(line) - 1]
+
+
+def test_a_forward_that_keeps_its_parameters_is_recorded() -> None:
+    capture(codebook_file("same"))
+
+
+def test_a_lazy_module_that_no_batch_went_through_is_refused() -> None:
+    file = ModelFile(path=Path(__file__), build=lambda: nn.LazyLinear(8), example_inputs=lambda n: torch.randn(n, 8))
+    with pytest.raises(CaptureError) as caught:
+        capture(file)
+    assert "'weight' has no shape until the first forward" in caught.value.message

@@ -36,6 +36,7 @@ from planner.profiler.merging import (
     training_leaf,
 )
 from planner.profiler.meta_build import build_meta
+from planner.profiler.parameters import check_initialized
 from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import Call, Recording, Unsupported, record
 from planner.profiler.skips import HINT, has_skips, insert_choices, skip_notes, without_skipped
@@ -281,6 +282,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     `dtype` replaces that of the model's floating parameters and inputs.
     """
     meta = user.build(file, build_meta)
+    check_initialized(meta, f"{file.build_function}()")
     _check_rows(file, meta)
     first, second = ROWS
     base = _record_once(file, meta, first, dtype, training=True, all_floats=False)

@@ -28,6 +28,7 @@ from planner.profiler.autocast import Autocasts
 from planner.profiler.buffers import Buffers
 from planner.profiler.conversions import converted_modules
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, PythonRandom, Run, seen_functions
+from planner.profiler.parameters import Parameters
 from planner.profiler.plain_tensors import plain_tensors, spelled_out
 from planner.profiler.targets import target_of
 from planner.profiler.torch_internals import LOSS_MODULE, unrecorded
@@ -154,7 +155,7 @@ class _Recorder(TorchFunctionMode):
         named = [*tensors, *plain_tensors(model).items()]
         self.params = _names(named)
         self.kept = [tensor for _, tensor in named]  # alive though forward may replace them, so that ids stay unique
-        self.buffers = Buffers(model)
+        self.buffers, self.parameters = Buffers(model), Parameters(model)
         self.values: dict[int, int] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.frames: list[list[Call]] = [[]]
@@ -283,6 +284,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         self.check_random()
         name = getattr(func, "__name__", str(func))
+        if name == "__set__" and func.__self__ is torch.Tensor.data:
+            self.check_data(args[0])
         if name == "__bool__" and id(args[0]) in self.chances:
             return self._decide(self.chances[id(args[0])])
         drawn, versions = self.draws.count, self._versions((args, kwargs))
@@ -316,6 +319,8 @@ class _Recorder(TorchFunctionMode):
         elif args and isinstance(args[0], torch.Tensor):
             with unrecorded():
                 self.buffers.note_write(args[0])
+                if name != "requires_grad_":
+                    self.parameters.check_write(args[0], self.location())
         if call.in_place and any(id(args[0]) == constant for _, constant, _ in self.constants):
             raise self._unknown_tensor(args[0])
         call.result = self.encode(result, defining=True)
@@ -369,6 +374,16 @@ class _Recorder(TorchFunctionMode):
                 hint="take torch.autocast out of the forward and plan with `planner solve --precision bf16-mixed`; or "
                 "keep it in the forward of a module of its own, which is then called whole",
             )
+
+    def check_data(self, target: torch.Tensor) -> None:
+        """Raise CaptureError where a tensor is given other data (`tensor.data = ...`), which no call tells."""
+        where = self.location()
+        with unrecorded():
+            self.parameters.check_write(target, where)
+        raise UnrecordableError(
+            f"{where}: `.data = ...` in {self.scopes[-1] or 'the model'} gives a tensor other data{source_line(where)}",
+            hint="write in place (tensor.copy_(...), under torch.no_grad()), or go on with a new tensor",
+        )
 
     def check_name(self, kind: NodeKind, target: str) -> None:
         """Raise UnrecordableError for a function that no program may call."""
@@ -614,7 +629,8 @@ def record(
     recorder.takes_unlikely = takes_unlikely
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
     hooks = (_patched_module_call(recorder), seen_functions(recorder.call_function), converted_modules(recorder.rename))
-    with recorder.draws, recorder.autocasts.seen(), hooks[0], hooks[1], hooks[2], recorder:
+    kept = recorder.parameters.kept(recorder.location)
+    with recorder.draws, recorder.autocasts.seen(), hooks[0], hooks[1], hooks[2], kept, recorder:
         with unrecorded():
             begin()
         output = model(*args, **kwargs)

@@ -1,0 +1,69 @@
+"""Refuses a forward that changes the model's own parameters: writes one, replaces it, or makes a new one.
+
+Whoever trains steps the parameters that the model was built with, each on every GPU that has it. What a forward does to
+them would be done once for each microbatch, and be lost where a parameter is kept in parts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from planner.errors import CaptureError
+
+_HINT = (
+    "keep what forward updates in a buffer (register_buffer) and write that in place; or change parameters in the "
+    "training loop, after the optimizer's step"
+)
+
+
+class Parameters:
+    """The parameters of a model at the beginning of a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {id(module): name for name, module in model.named_modules()}
+        self._storages = {_storage(tensor): name for name, tensor in model.named_parameters()}
+
+    def check_write(self, target: torch.Tensor, where: str) -> None:
+        """Raise CaptureError where a tensor that is written in place is a parameter or a view of one."""
+        if (name := self._storages.get(_storage(target))) is not None:
+            raise CaptureError(f"{where}: forward writes parameter {name!r} in place", hint=_HINT)
+
+    @contextmanager
+    def kept(self, location: Callable[[], str]) -> Iterator[None]:
+        """Raise CaptureError at the statement with which code inside gives a module of the model another parameter."""
+        original = nn.Module.register_parameter
+
+        def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            held = module._parameters.get(name)
+            if id(module) in self._modules and param is not held:
+                full = ".".join(part for part in (self._modules[id(module)], name) if part)
+                does = "makes" if held is None else "replaces"
+                raise CaptureError(
+                    f"{location()}: forward {does} parameter {full!r}, and the optimizer has those that the model was "
+                    "built with",
+                    hint="make parameters in __init__" if held is None else _HINT,
+                )
+            original(module, name, param)
+
+        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def check_initialized(model: nn.Module, built_by: str) -> None:
+    """Raise CaptureError for a lazy module whose first forward, which gives its parameters a shape, has not been."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise CaptureError(
+                f"{name!r} has no shape until the first forward of its lazy module",
+                hint=f"run one batch through the model in {built_by}, or give the module its sizes",
+            )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
