@@ -375,7 +375,8 @@ class ModelProfile(Record):
     `input_only_values` are computed from the model's inputs alone, without parameters: every stage that reads one makes
     it anew. `target_dims` are the dimensions that grow with the batch of the tensors of the loss's target, in order;
     `called_whole` are the modules whose code looks at values, which runs as it is.
-    `updated_buffers` are those that a forward in training changes, each under all of its names; `arguments` the model's
+    `updated_buffers` are those that a forward in training changes, each under all of its names, and
+    `carried_buffers` those of them whose value of the last forward reaches what is trained on; `arguments` the model's
     in the order of positions; `constants` the numbers, flags and texts among them for which the program was recorded
     (None: computed from the rows); `input_keys` the names of inputs that no variable can have, by the program's. With
     fewer than `least_rows` some layer does not run in training: batch statistics of one value are none.
@@ -394,6 +395,7 @@ class ModelProfile(Record):
     edges: tuple[Edge, ...] = ()
     program: Program
     updated_buffers: tuple[QualifiedName, ...] = ()
+    carried_buffers: tuple[QualifiedName, ...] = ()
     called_whole: tuple[QualifiedName, ...] = ()
     arguments: tuple[PlainText, ...] = ()
     constants: dict[PlainText, Constant] = {}
@@ -426,6 +428,7 @@ class ModelProfile(Record):
             if parameter.tied_to is not None and parameter.tied_to not in self.parameters:
                 raise ValueError(f"parameter {name!r} is tied to {parameter.tied_to!r}, which is not listed")
         _check_known(self.updated_buffers, self.parameters, "updated_buffers names")
+        _check_known(self.carried_buffers, self.updated_buffers, "carried_buffers names")
         _check_known(self.input_only_values, self.program.tensors, "input_only_values names")
         if self.loss is not None:
             self._check_loss(self.loss)

@@ -50,8 +50,28 @@ def test_what_forward_updates_is_known_and_told() -> None:
     updated = profile_of("assigned").updated_buffers
     assert updated[:2] == ("scale", "steps")
     assert "blocks.2.seen" in updated
-    [note] = (note for note in profile_of("codebook").notes if "dp_degree" in note)
-    assert "'quantize.codebook' and 2 others" in note
+    [note] = (note for note in profile_of("codebook").notes if "reads buffer 'quantize.codebook'" in note)
+    assert "dp_degree stays 1" in note
+
+
+@pytest.mark.parametrize("name", ["assigned", "codebook"])
+def test_a_buffer_that_is_read_and_updated_allows_no_replicas(name: str) -> None:
+    profile = profile_of(name)
+    buffer = profile.carried_buffers[0]
+    with pytest.raises(EmitError) as caught:
+        emit(even_plan(profile, pp_degree=1, dp_degree=2), profile)
+    assert f"forward updates buffer {buffer!r}" in caught.value.message
+    cluster = make_cluster(2)
+    assert planned(ask(profile, cluster, 4)).stages[0].dp_degree == 1
+    conflict = ask(profile, cluster, 4, ("dp_degree", "2")).conflict
+    assert conflict is not None
+    assert conflict.constraint == "buffers"
+    assert f"forward updates buffer {buffer!r}" in conflict.message
+
+
+def test_statistics_that_training_does_not_read_allow_replicas() -> None:
+    assert profile_of("normalized").carried_buffers == ()
+    assert profile_of("tables").carried_buffers == ()
 
 
 def test_a_buffer_of_two_stages_is_refused_and_not_planned() -> None:

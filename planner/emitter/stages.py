@@ -54,7 +54,7 @@ def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
     """Return what each stage's code is written from; EmitError where the plan does not fit the profile."""
     owner = _stage_of_layers(plan, profile)
     _check_inputs(plan, profile)
-    _check_updates(profile, owner)
+    _check_updates(plan, profile, owner)
     _check_shared(plan, profile, owner)
     transfers = _transfers(profile, owner)
     derived = _derived_nodes(profile)
@@ -103,8 +103,15 @@ def _check_shared(plan: Plan, profile: ModelProfile, owner: list[int]) -> None:
             )
 
 
-def _check_updates(profile: ModelProfile, owner: list[int]) -> None:
-    """Refuse a plan where one stage updates a buffer and another has a copy that would go stale."""
+def _check_updates(plan: Plan, profile: ModelProfile, owner: list[int]) -> None:
+    """Refuse a plan where one stage or replica updates a buffer and another has a copy that would go stale."""
+    dp_degree = max(stage.dp_degree for stage in plan.stages)
+    if dp_degree > 1 and profile.carried_buffers:
+        raise EmitError(
+            f"forward updates buffer {profile.carried_buffers[0]!r}, and what is trained on reads it: each of "
+            f"{dp_degree} replicas would go on from one of its own, which is another computation",
+            hint="solve with --pin dp_degree=1",
+        )
     for cut, shared in shared_updates(profile).items():
         if owner[cut - 1] != owner[cut]:
             first, last = (profile.layers[shared.layers[index]].name for index in (0, -1))

@@ -27,6 +27,7 @@ from planner.profiler import user_code as user
 from planner.profiler.autocast import asked_autocasts
 from planner.profiler.buffers import update_notes
 from planner.profiler.capture import Capture, capture, input_tensors
+from planner.profiler.carried import carried_buffers, carried_notes
 from planner.profiler.class_keys import ClassKeys
 from planner.profiler.classes import OpenedClass, layer_body, open_class, shardings_of
 from planner.profiler.degrees import allowed_by_others, check_degrees, forbidden_at, undivided_at
@@ -95,6 +96,10 @@ def profile_model(
         on_gpu = gpu_type is not None or device_name == "cuda"
         target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if on_gpu else None
         captured, target_dtype = _capture(file, target_dtype, asked=dtype is not None)
+    trained_on = captured.loss if captured.loss is not None else captured.output
+    carried = carried_buffers(
+        captured.model, [*captured.calls, *captured.loss_calls], captured.updated_buffers, trained_on
+    )
     captured, calls, meaning = read_loss(captured, blocks)
     input_names = variable_names(captured.inputs)
     named = {str(number): input_names[name] for name, number in captured.inputs.items()}
@@ -146,6 +151,7 @@ def profile_model(
         arguments=argument_names(captured.model),
         constants=input_constants(file, captured.model),
         updated_buffers=captured.updated_buffers,
+        carried_buffers=carried,
         called_whole=tuple(whole),
         input_keys={variable: name for name, variable in input_names.items() if variable != name},
         target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),
@@ -160,7 +166,8 @@ def profile_model(
             *hint_notes(captured, ((item.segment.module, item.shardings) for item in classes)),
             *degree_notes(undivided for item in classes for undivided in item.whole),
             *loss_notes(captured),
-            *update_notes(captured.model, captured.updated_buffers),
+            *update_notes(captured.model, tuple(b for b in captured.updated_buffers if b not in carried)),
+            *carried_notes(carried),
             *(coupling_notes(loss) if loss is not None else ()),
             *noise_notes(costs),
             *pricer.notes,

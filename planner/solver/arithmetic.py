@@ -52,6 +52,8 @@ def _pinned_conflict(space: Space) -> Conflict | None:
         )
     if tp is not None and tp > per_node and not request.theoretical:
         return Conflict(constraint="node", message=f"tp_degree {tp} is more than the {per_node} GPUs of a node")
+    if (dp := pinned.get("dp_degree", 1)) > 1 and space.carried is not None:
+        return Conflict(constraint="buffers", message=f"dp_degree {dp} is more than 1: {_going_on(space.carried)}")
     if pp is not None and pp > num_layers:
         return Conflict(constraint="layers", message=f"pp_degree {pp} is more than the {num_layers} layers")
     if pins.cuts is not None and pp is not None and pp != len(pins.cuts) + 1:
@@ -85,6 +87,13 @@ def _pinned_conflict(space: Space) -> Conflict | None:
     return None
 
 
+def _going_on(buffer: str) -> str:
+    return (
+        f"forward updates buffer {buffer!r}, and what is trained on reads it, so every replica would go on from "
+        "one of its own (--theoretical plans it all the same)"
+    )
+
+
 def _divisions(space: Space, tp_degree: int) -> bool:
     route = space.pricer.tensor_route(range(tp_degree), tp_degree)
     return bool(space.combinations(tp_degree, 1, (route,))[0])
@@ -95,6 +104,14 @@ def _combined_conflict(space: Space) -> Conflict:
     request, num_layers = space.request, len(space.pricer.profile.layers)
     batch, degrees = request.global_batch_size, list(space.degrees())
     allowed = [degree for degree in space.tp_degrees if space.forbidden(degree) is None]
+    if not degrees and space.carried is not None:
+        return Conflict(
+            constraint="buffers",
+            message=(
+                f"no pp_degree x tp_degree makes {request.num_gpus} GPUs with at most {num_layers} stages, tp_degree "
+                f"one of {_listed(allowed)}, pins and exclusions; dp_degree is 1: {_going_on(space.carried)}"
+            ),
+        )
     if not degrees:
         return Conflict(
             constraint="gpus",

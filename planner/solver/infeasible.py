@@ -167,7 +167,7 @@ def _candidates(space: Space, conflict: Conflict) -> Iterator[tuple[str, Cluster
             batch = -(-request.global_batch_size // factor) * factor
             if request.global_batch_size < batch <= MAX_GLOBAL_BATCH_SIZE:
                 yield f"--global-batch-size {batch}", cluster, replace(request, global_batch_size=batch)
-    if conflict.constraint in ("gpus", "batch", "layers"):
+    if conflict.constraint in ("gpus", "batch", "layers", "buffers"):
         for num_gpus in reversed(range(max(1, request.num_gpus - 8), request.num_gpus)):
             yield f"--gpus {num_gpus}", cluster, replace(request, num_gpus=num_gpus)
     if conflict.constraint == "memory" and conflict.least_peak_bytes is not None:

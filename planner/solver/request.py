@@ -26,8 +26,8 @@ class SolveRequest:
     Keys: pp_degree, tp_degree, dp_degree, microbatch_size, num_microbatches, schedule, data_parallel,
     recompute ('none', 'all' that can be, or layers separated by commas), cuts (the first layers of all stages but the
     first), stage:LAYER (the index of the stage that holds the layer). An exclusion rules its value out; `recompute` and
-    `cuts` then rule out every layer named. `theoretical` lifts tp_degree <= GPUs per node and what parameters of shape
-    () rule out.
+    `cuts` then rule out every layer named. `theoretical` lifts tp_degree <= GPUs per node and what buffers that
+    forward updates and reads rule out of dp_degree.
     """
 
     num_gpus: int

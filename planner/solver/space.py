@@ -11,7 +11,8 @@ Constraints have names, which an infeasible problem quotes:
     heads         tp_degree divides the heads of every block's attention
     node          tp_degree <= GPUs of a node
     warm-up       num_microbatches >= pp_degree for 1f1b, unless num_microbatches is pinned: fewer leave stages idle
-    buffers       layers that read a buffer that forward updates are on one stage
+    buffers       layers that read a buffer that forward updates are on one stage; dp_degree is 1 where its value of the
+                  last forward reaches what is trained on: replicas would each go on from their own
     in place      a layer that writes over its own input is not recomputed: its input is gone
     pins          what people fixed or excluded
 """
@@ -87,6 +88,11 @@ class Space:
                 return layer_class.name, whole.reason
         return None
 
+    @property
+    def carried(self) -> str | None:
+        """A buffer that forbids dp_degree > 1; None where nothing does."""
+        return next(iter(self.pricer.profile.carried_buffers), None) if not self.request.theoretical else None
+
     def has_cost(self, class_name: str, sharding: str, tp_degree: int) -> bool:
         """Return whether the profile has costs of a class at that degree and sharding."""
         layer_class = next(c for c in self.pricer.profile.layer_classes if c.name == class_name)
@@ -102,6 +108,8 @@ class Space:
             for pp in divisors(num_gpus // tp):
                 dp = num_gpus // tp // pp
                 if pp > num_layers or not (self.admits("pp_degree", pp) and self.admits("dp_degree", dp)):
+                    continue
+                if dp > 1 and self.carried is not None:
                     continue
                 if self.pins.cuts is not None and len(self.pins.cuts) + 1 != pp:
                     continue
