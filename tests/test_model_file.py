@@ -241,6 +241,7 @@ def example_inputs(batch_size):
 
 """
 EXITING = "class Model(Model):\n    def forward(self, x):\n        sys.exit(0)"
+PART_SCRIPTED = "def build_model():\n    return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))"
 SCRIPTED = "def build_model():\n    return torch.jit.script(nn.Sequential(nn.Linear(4, 4)))"
 
 
@@ -257,6 +258,7 @@ SCRIPTED = "def build_model():\n    return torch.jit.script(nn.Sequential(nn.Lin
         (EXITING, ("model.py:22", "the model raised in forward: SystemExit: 0")),
         ("def build_model():\n    pass", ("build_model returned NoneType, not an nn.Module",)),
         ("async def build_model():\n    pass", ("build_model returned coroutine, not an nn.Module",)),
+        (PART_SCRIPTED, ("1 is a TorchScript module", "build 1 as the Python module")),
         (SCRIPTED, ("build_model returned a TorchScript module", "return the Python model")),
         ("def build_model(size, depth=2):\n    pass", ("build_model needs size,", "defaults")),
         (

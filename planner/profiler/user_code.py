@@ -39,6 +39,13 @@ def build(file: ModelFile, build_with: Callable[[Callable[[], nn.Module]], nn.Mo
             f"{file.path.name}: {name} returned {type(model).__name__}, not an nn.Module",
             hint=f"return the model from {name}",
         )
+    for part, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{file.path.name}: {part} is a TorchScript module, whose forward can't be recorded nor its parameters "
+                "divided among processes",
+                hint=f"build {part} as the Python module that was scripted or traced",
+            )
     return model
 
 
