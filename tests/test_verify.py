@@ -120,6 +120,9 @@ class Runtime:
             total += 0.01
         if FAULT == "second step" and self.steps == 2:
             self.model.blocks[1].value.weight.grad[0] *= 1.001
+        if FAULT == "not a number":
+            total *= float("nan")
+            self.model.blocks[0].out.bias.grad *= float("nan")
         if FAULT == "scaled":
             self.model.blocks[0].out.bias.grad *= 1.0001
         if FAULT == "noise where zero":
@@ -307,6 +310,38 @@ def test_dropout_is_told_only_where_there_is_some(write: Folder, pool: WorkerPoo
     assert literal_only.not_proved == ("dropout",)
     never = ("0.3, self.training", "0.3, False")
     assert verify(with_model(write(), *OFF, never), timeout_s=120, pool=pool).not_proved == ()
+
+
+def test_gradients_beyond_all_training_are_told(write: Folder, pool: WorkerPool) -> None:
+    path = with_model(write(), ("target.flatten())", "target.flatten()) * 1e36"))
+    with pytest.raises(
+        VerifyError, match=r"the gradient of 'embedding.weight' in one process has norm .*e\+3\d, above"
+    ):
+        verify(path, timeout_s=120, pool=pool)
+
+
+def test_a_difference_that_is_no_number_is_a_verdict(write: Folder, pool: WorkerPool) -> None:
+    report = verify(write("not a number"), timeout_s=120, pool=pool)
+    assert not report.ok
+    assert "blocks.0.out.bias" in {row.name for row in report.rows if row.verdict == "not finite"}
+    assert report.loss_difference == 1e30
+
+
+def test_buffers_that_every_replica_updates_alone_are_told_as_the_reason(write: Folder, pool: WorkerPool) -> None:
+    buffer = "nn.Linear(8, 11, bias=False)\n        self.register_buffer('mean', torch.ones(8))"
+    update = "self.mean.mul_(0.5).add_(x.detach().mean((0, 1))); return self.head(x * self.mean)"
+    path = with_model(write(), ("nn.Linear(8, 11, bias=False)", buffer), ("return self.head(x)", update), *OFF, LITERAL)
+    plan = make_plan(model_hash_of(path.parent / "model.py"))
+    path.write_text(plan_source(plan))
+    report = verify(path, timeout_s=120, pool=pool)
+    assert not report.ok
+    assert any(
+        "reads buffers that it updates ('mean')" in text and "--pin dp_degree=1" in text for text in report.notes
+    )
+    path.write_text(plan_source(make_plan(plan.origin.model_hash, ranks=1)))
+    report = verify(path, timeout_s=120, pool=pool)
+    assert report.ok  # one microbatch after another, as in one process
+    assert any("wrote before into 'mean'" in text for text in report.notes)
 
 
 def test_a_loss_that_sums_over_rows_is_refused(write: Folder, pool: WorkerPool) -> None:

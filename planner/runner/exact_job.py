@@ -25,11 +25,15 @@ class ExactJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What one process told beside the file that it wrote: notes for people, and what the comparison leaves open."""
+    """What one process told beside the file that it wrote: notes for people, and what the comparison leaves open.
+
+    `carried` are the buffers that a forward writes and the next one reads.
+    """
 
     notes: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
     coupled: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,7 @@ LEARNING_RATE = 1e-3
 # A gradient this far below the largest is rounding: a key's bias under softmax is zero in exact arithmetic, and about
 # 1e-17 of the largest in float64. Differences are measured against no less than this, so zero must be zero to 1e-14.
 ZERO_FRACTION = 1e-9
+LARGEST = 1e30  # a difference or norm above it is told as this: nothing trains there, in no dtype
 
 
 def inspect_model(context: RankContext, spec: str, inputs_function: str, shrink: Shrink | None) -> tuple[str, int]:
@@ -85,6 +86,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             stack.enter_context(MatchedDraws())  # type: ignore[no-untyped-call]
             _check_repeatable(model, model_file, batches[0], job.microbatch_size)
             told = replace(told, coupled=(*told.coupled, "random numbers, which are others for other numbers of rows"))
+        carried = _carried_buffers(model, model_file, batches[0], job.microbatch_size)
         if not has_loss and own_loss(_output_without_gradients(model, batches[0], job.microbatch_size)) is None:
             not_proved.append(NOT_PROVED)
 
@@ -127,6 +129,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             }
             saved["steps"].append((loss, gradients))
             saved["whole"].append(whole)
+            _check_gradients(gradients)
             optimizer.step()
             optimizer.zero_grad()
     if not any(g is not None and bool(g.any()) for g in saved["steps"][0][1].values()):
@@ -141,7 +144,31 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     if is_random:
         notes.append("random numbers were matched: every process drew the same, in every microbatch and step")
         not_proved.append("random numbers that differ from draw to draw")
-    return Reference(notes=tuple(notes), not_proved=tuple(not_proved), coupled=told.coupled)
+    coupled = told.coupled
+    if carried:
+        coupled = (*coupled, f"what forward wrote before into {_and_more(carried)}, and reads")
+    return Reference(notes=tuple(notes), not_proved=tuple(not_proved), coupled=coupled, carried=carried)
+
+
+def _carried_buffers(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> tuple[str, ...]:
+    """Return the buffers that a forward changes, where the next forward's loss is another for it."""
+    with torch.no_grad(), kept_buffers(model):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        losses: list[float] = []
+        changed: tuple[str, ...] = ()
+        for again in (False, True):
+            if again and not changed:
+                break
+            torch.manual_seed(1)
+            args, kwargs, target = next(batch.microbatches(rows))
+            losses.append(float(_loss(model(*args, **kwargs), model_file, target)))
+            now = dict(model.named_buffers())
+            changed = tuple(name for name, old in before.items() if name in now and not torch.equal(now[name], old))
+    return changed if losses[0] != losses[-1] else ()
+
+
+def _and_more(names: tuple[str, ...]) -> str:
+    return repr(names[0]) + (f" and {counted(len(names) - 1, 'other buffer')}" if len(names) > 1 else "")
 
 
 def _rows_are_apart(model: nn.Module, model_file: ModelFile, job: ExactJob) -> bool:
@@ -217,14 +244,14 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
         loss_one, gradients_one = reference["steps"][step]
         with exact():
             loss = float(runtime.step(inputs[step], batch.target))
-        loss_difference = max(loss_difference, abs(loss - loss_one))
+        loss_difference = max(loss_difference, _gap(loss, loss_one))
         floor = ZERO_FRACTION * max((float(g.norm()) for g in gradients_one.values() if g is not None), default=0.0)
         gradients = runtime.full_gradients()
         compare = partial(compare_gradient, floor=floor)
         _compare(worst, gradients, gradients_one, step + 1, compare)
         if gradients is not None and (whole := reference["whole"][step]) is not None:
             differences = [compare(gradients.get(name), one)[0] for name, one in whole[1].items() if one is not None]
-            whole_difference = max(whole_difference or 0.0, abs(loss - whole[0]), *differences)
+            whole_difference = max(whole_difference or 0.0, _gap(loss, whole[0]), *differences)
         optimizer.step()
         runtime.zero_grad()
     if context.rank != 0:
@@ -232,6 +259,12 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
     return Outcome(
         loss_difference=loss_difference, comparisons=list(worst.values()), whole_batch_difference=whole_difference
     )
+
+
+def _gap(loss: float, one: float) -> float:
+    """Return how far a loss is from another; `LARGEST` where it is no number."""
+    gap = abs(loss - one)
+    return min(gap, LARGEST) if gap == gap else LARGEST
 
 
 def import_plan(path: Path) -> ModuleType:
@@ -253,7 +286,8 @@ def compare_gradient(gradient: Tensor | None, one: Tensor | None, floor: float) 
             return 0.0, 0.0, "no gradient"
         if not bool(gradient.any()):  # an optimizer leaves a parameter without gradient alone, and decays this one
             return 0.0, 0.0, "zero, not none"
-        return float(gradient.double().norm()) / max(floor, sys.float_info.min), 0.0, "unexpected"
+        excess = float(gradient.double().norm()) / max(floor, sys.float_info.min)
+        return min(excess, LARGEST) if excess == excess else LARGEST, 0.0, "unexpected"
     norm = float(one.norm())
     if gradient is None:
         return 1.0, norm, "missing"
@@ -261,7 +295,8 @@ def compare_gradient(gradient: Tensor | None, one: Tensor | None, floor: float) 
         return 1.0, norm, f"shape {tuple(gradient.shape)}"
     difference = float((gradient.double() - one).norm()) / max(norm, floor, sys.float_info.min)
     if difference != difference or difference == float("inf"):
-        return sys.float_info.max, norm, "not finite"
+        return LARGEST, norm, "not finite"
+    difference = min(difference, LARGEST)
     return difference, norm, "equal" if difference <= TOLERANCE else "differs"
 
 
@@ -274,7 +309,8 @@ def _compare_initial(value: Tensor | None, one: Tensor | None) -> tuple[float, f
         return 1.0, norm, "not set up"
     if torch.equal(value, one):
         return 0.0, norm, "equal"
-    return float((value.double() - one).norm()) / max(norm, sys.float_info.min), norm, "starts otherwise"
+    difference = float((value.double() - one).norm()) / max(norm, sys.float_info.min)
+    return min(difference, LARGEST) if difference == difference else LARGEST, norm, "starts otherwise"
 
 
 def _compare(
@@ -351,6 +387,19 @@ def _check_finite(loss: float) -> None:
             f"the loss of one process is {loss}: there is nothing to compare with",
             hint="check example_inputs and loss_fn",
         )
+
+
+def _check_gradients(gradients: Mapping[str, Tensor | None]) -> None:
+    """Raise VerifyError where a gradient of one process is beyond what can be compared, and any training survives."""
+    for name, gradient in gradients.items():
+        norm = 0.0 if gradient is None else float(gradient.norm())
+        if not norm <= LARGEST:
+            raise VerifyError(
+                f"the gradient of {name!r} in one process has norm {norm:.1e}, above {LARGEST:.0e}: there is nothing "
+                "to compare with",
+                hint="check the scale of loss_fn and of what the model computes: AdamW squares gradients, and float32 "
+                "ends at 3e+38",
+            )
 
 
 def _check_mean(whole: float, mean: float, job: ExactJob) -> None:

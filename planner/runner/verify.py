@@ -183,6 +183,14 @@ def verify(
         notes.append(f"{counted(len(untrained), 'parameter')} without gradient, as in one process: {example}")
     if subject.plan.precision != "fp32":
         notes.append(f"the plan's precision is {subject.plan.precision}; it was compared in float64")
+    replicas = max(stage.dp_degree for stage in subject.plan.stages)
+    if one.carried and replicas > 1 and not all(row.is_equal for row in rows):
+        example = repr(one.carried[0]) + (" and others" if one.carried[1:] else "")
+        notes.append(
+            f"forward reads buffers that it updates ({example}), and "
+            f"with dp_degree {replicas} every replica updates its own from its own rows alone: no such plan computes "
+            "what one process computes. Solve again with --pin dp_degree=1"
+        )
     adds_up = whole is None or whole <= TOLERANCE
     if not adds_up and one.coupled:
         notes.append(
