@@ -90,6 +90,8 @@ def test_the_choice_in_a_program_is_the_models(tmp_path: Path) -> None:
         "x = layer(x) * 2 if torch.rand([]) < self.layerdrop else layer(x)",
         "x = -x if torch.rand([]) < self.layerdrop else layer(x)",
         "x = x * 2 if torch.rand([]) < self.layerdrop else x",
+        "x = x if torch.rand(1).item() < self.layerdrop else layer(x)",
+        "x = x if torch.rand([]) * 2 < 2 * self.layerdrop else layer(x)",
     ],
 )
 def test_other_random_decisions_are_refused_with_their_line(tmp_path: Path, body: str) -> None:
@@ -98,4 +100,11 @@ def test_other_random_decisions_are_refused_with_their_line(tmp_path: Path, body
     line = MODEL[: MODEL.index("{body}")].count("\n") + 1
     assert f"model.py:{line}" in caught.value.message
     assert "random number" in caught.value.message
-    assert "layerdrop=0" in caught.value.hint
+    assert "layerdrop=0.0" in caught.value.hint
+
+
+def test_a_decision_by_data_and_a_random_number_is_one_by_data(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError) as caught:
+        profiled(tmp_path, "x = x if torch.rand([]) < x.mean() else layer(x)")
+    assert "reads the value of a tensor" in caught.value.message
+    assert "layerdrop" not in caught.value.hint

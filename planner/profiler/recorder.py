@@ -122,6 +122,15 @@ class UnrecordableError(CaptureError):
 _READS = "reads the value of a tensor: the code after it depends on the data, so no fixed program computes it"
 
 
+_READS_RANDOM = "reads a random number: Python decides by it what runs, so no fixed program computes it"
+_VALUE_HINT = (
+    "compute it with tensor operations (masks, torch.where), so that all data takes the same code; or put it into the "
+    "forward of a module that returns the same shapes for all data: that is then called whole"
+)
+_RANDOM_HINT = (
+    "a random number decides here what runs: set its probability to 0 in the model's configuration (layerdrop=0.0, "
+    "say) to plan the model without it; or let torch.where choose between the two results"
+)
 _FAKE_HINT = "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU"
 
 
@@ -166,6 +175,7 @@ class _Recorder(TorchFunctionMode):
         self.constants: list[tuple[str, int, Any]] = []
         self.uniform: dict[int, Call] = {}  # tensors that are one uniform random number
         self.chances: dict[int, float] = {}  # comparisons of one, with the probability that they are true
+        self.random: set[int] = set()  # tensors that come of random numbers alone
         self.takes_unlikely, self.skip_next = False, 0.0
         self.decisions: dict[str, None] = {}
         self.checked: set[str] = set()
@@ -294,7 +304,7 @@ class _Recorder(TorchFunctionMode):
         except Exception as error:
             if name in ("__bool__", "item") and (passes := passing_value(caller(1))) is not None:
                 return self._passed(args[0], passes)
-            self.check_values(name, error)
+            self.check_values(name, error, random=bool(args) and id(args[0]) in self.random)
             raise
         if not (name == "__setitem__" or any(isinstance(item, torch.Tensor) for item in _flatten(result))):
             return result
@@ -327,6 +337,9 @@ class _Recorder(TorchFunctionMode):
         if name == "__setitem__":
             call.result = call.args[0]
         self.frames[-1].append(call)
+        if isinstance(result, torch.Tensor):
+            only_random = (call.random or bool(known)) and known <= self.random
+            (self.random.add if only_random else self.random.discard)(id(result))
         self._note_chance(call, name, args, result)
         return result
 
@@ -397,17 +410,17 @@ class _Recorder(TorchFunctionMode):
                 hint="put that code into the forward of a module of its own, which is then called whole",
             ) from None
 
-    def check_values(self, name: str, error: Exception) -> None:
-        """Raise UnrecordableError where an error means that code depends on values."""
+    def check_values(self, name: str, error: Exception, *, random: bool = False) -> None:
+        """Raise UnrecordableError where an error means that code depends on values, which may be `random` ones."""
         kind = type(error).__name__
         if isinstance(error, CaptureError) or not (name in _VALUE_READS or kind.startswith(_VALUE_ERRORS)):
             return
         where = self.location()
         said = "has no fake, so only real tensors can go through it" if kind.startswith("Unsupported") else _READS
+        said = _READS_RANDOM if random else said
         raise UnrecordableError(
             f"{where}: `{name}` in {self.scopes[-1] or 'the model'} {said}{source_line(where)}",
-            hint="compute it with tensor operations (masks, torch.where), so that all data takes the same code; or put "
-            "it into the forward of a module that returns the same shapes for all data: that is then called whole",
+            hint=_RANDOM_HINT if random else _VALUE_HINT,
         ) from error
 
     def _versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:

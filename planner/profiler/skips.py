@@ -15,7 +15,10 @@ from planner.errors import CaptureError
 from planner.profiler.recorder import Call, Recording
 from planner.program import Device, Ref, Tensor, TrainingValue, leaves, map_argument
 
-HINT = "set its probability to zero (layerdrop=0), or let the decision leave out one module that returns one tensor"
+HINT = (
+    "set its probability to 0 in the model's configuration (layerdrop=0.0, say), or let the decision leave out one "
+    "module that returns one tensor"
+)
 
 
 def has_skips(calls: list[Call]) -> bool:
