@@ -151,7 +151,9 @@ def test_packages_to_import_once_are_read_not_run(folder: Path) -> None:
         "transformers:X",
     )
     (folder / "b.py").write_text("import timm\nimport transformers\n")
-    assert packages_to_preload("b.py") == ()
+    assert packages_to_preload("b.py") == ("timm", "transformers")
+    (folder / "c.py").write_text("import torch\ntorch.library.Library('torchvision', 'DEF')\nimport timm\n")
+    assert packages_to_preload("c.py") == ()  # what it declares must stand before the import
 
 
 # Hugging Face configurations ---------------------------------------------------------------------------------------
