@@ -268,6 +268,10 @@ SCRIPTED = "def build_model():\n    return torch.jit.script(nn.Sequential(nn.Lin
             ("the whole model is one Linear", "nn.Sequential(Linear(...))"),
         ),
         ("def example_inputs(rows):\n    return (torch.ones(5, 4),)", ("(2)", "(3)", "'x' of shape (5, 4)", "ignored")),
+        (
+            "def example_inputs(rows):\n    return ([torch.ones(4, 4 + row) for row in range(rows)],)",
+            ("example_inputs(2) gives 2 tensors, example_inputs(3) 3", "the number of tensors depends"),
+        ),
         ("def example_inputs(rows):\n    return (torch.ones(0, 4),)", ("'x' with 0 rows, not 2",)),
         ("def example_inputs(rows):\n    return (torch.ones(3 * rows, 4),)", ("'x' of shape (6, 4)", "(9, 4)")),
         ("def loss_fn(output):\n    return output + torch.ones(7)", ("model.py line 21, in loss_fn", "loss_fn raised")),

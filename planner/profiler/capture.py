@@ -50,6 +50,7 @@ from planner.program import (
     leaves,
     map_argument,
 )
+from planner.units import counted
 
 _SAME_FOR_ALL_ROWS = (
     "a forward whose structure depends on the batch size can't be cut into microbatches; "
@@ -229,6 +230,12 @@ def _check_rows(file: ModelFile, model: nn.Module) -> None:
     for key, tensor in fewer.items():
         if tensor.dim() > 0 and tensor.shape[0] == 0:
             raise CaptureError(f"{file.path.name}: {name}({first}) gives {key!r} with 0 rows, not {first}", hint=rule)
+    if set(fewer) != set(more):
+        raise CaptureError(
+            f"{file.path.name}: {name}({first}) gives {counted(len(fewer), 'tensor')}, {name}({second}) {len(more)}: "
+            "the number of tensors depends on the batch size, and microbatches are cut out of the rows of tensors",
+            hint=rule,
+        )
     changed = {key: tensor.shape for key, tensor in fewer.items() if key in more and tensor.shape != more[key].shape}
     if not changed:
         shown = next((f"{key!r} of shape {tuple(tensor.shape)}" for key, tensor in fewer.items()), "no tensor at all")
