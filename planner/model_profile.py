@@ -340,6 +340,10 @@ class Loss(Record):
 
 BATCH_NORM = "batch norm takes mean and variance over the rows of a microbatch"
 WRITES_BUFFER = "a buffer that is written once a microbatch"
+NO_LOSS = (
+    "no loss was profiled, so the loss_fn of setup is averaged evenly over microbatches: it must be a mean over rows, "
+    "or give the model file loss_fn(output, target) and example_target(batch_size)"
+)
 
 
 def coupling_notes(loss: Loss) -> list[str]:
@@ -378,8 +382,9 @@ class ModelProfile(Record):
     `updated_buffers` are those that a forward in training changes, each under all of its names, and
     `carried_buffers` those of them whose value of the last forward reaches what is trained on; `arguments` the model's
     in the order of positions; `constants` the numbers, flags and texts among them for which the program was recorded
-    (None: computed from the rows); `input_keys` the names of inputs that no variable can have, by the program's. With
-    fewer than `least_rows` some layer does not run in training: batch statistics of one value are none.
+    (None: computed from the rows); `input_keys` the names of inputs that no variable can have, by the program's.
+    Without `loss_is_known` no loss was recorded. With fewer than `least_rows` some layer does not run in training:
+    batch statistics of one value are none.
     """
 
     schema_version: Annotated[int, Field(ge=1, strict=True)] = SCHEMA_VERSION
@@ -404,6 +409,7 @@ class ModelProfile(Record):
     input_only_values: tuple[Identifier, ...] = ()
     least_rows: PositiveInt = 1
     loss: Loss | None = None
+    loss_is_known: bool = True
     notes: tuple[str, ...] = ()
 
     def model_post_init(self, context: Any) -> None:

@@ -1,11 +1,16 @@
 """How numbers follow the batch: linear, the pairs of a batch, or refused; two batches alone can't tell these apart."""
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from planner.emitter import emit, write_plan
 from planner.errors import CaptureError
+from planner.model_profile import NO_LOSS, write_profile
 from planner.profiler import profile_model
 from planner.runner import verify
 from tests.zoo.plans import even_plan
@@ -102,3 +107,39 @@ def test_other_numbers_are_refused(tmp_path: Path, code: str, told: str) -> None
         profile(tmp_path, code)
     assert told in str(caught.value)
     assert "model.py:1" in str(caught.value)  # the statement's line
+
+
+def test_a_loss_that_was_not_profiled_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(TEXT.format(code="h").partition("def loss_fn")[0])
+    monkeypatch.chdir(tmp_path)
+    found = profile_model(str(path), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1, 2, 4))
+    assert not found.loss_is_known
+    source = emit(even_plan(found, pp_degree=2, num_microbatches=2), found)
+    assert source.count("    loss_is_known = False\n") == 1, "the last stage alone gets the loss"
+    assert NO_LOSS in found.notes
+    write_profile(found, tmp_path / "profile.json")
+    solve = [
+        "solve",
+        "--profile",
+        "profile.json",
+        "-o",
+        "plan.py",
+        "--gpus",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--pin",
+        "num_microbatches=2",
+    ]
+    done = subprocess.run([sys.executable, "-m", "planner", *solve], capture_output=True, text=True, check=True)
+    assert "averaged evenly over microbatches" in done.stdout + done.stderr
+    train = "import model, plan; plan.setup(model.build_model, lambda output: output.mean())"
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        one["MASTER_PORT"] = str(free.getsockname()[1])
+    done = subprocess.run(
+        [sys.executable, "-c", train], capture_output=True, text=True, check=True, env={**os.environ, **one}
+    )
+    assert "loss_fn is averaged evenly over microbatches" in done.stderr

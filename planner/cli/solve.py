@@ -112,7 +112,7 @@ def solve(
             say(f"hint: {repair}")
         raise typer.Exit(NO_PLAN)
     from planner.emitter import emit, write_plan
-    from planner.model_profile import coupling_notes
+    from planner.model_profile import NO_LOSS, coupling_notes
 
     write_plan(emit(solution.plan, file.profile), output, force=force)
     if as_json:
@@ -121,8 +121,8 @@ def solve(
         write_table(plan_table(solution.plan))
         write_line(torchrun_line(solution.plan, chosen))
     loss = file.profile.loss
-    if loss is not None and solution.plan.num_microbatches * solution.plan.dp_degree > 1:
-        for note in coupling_notes(loss):
+    if solution.plan.num_microbatches * solution.plan.dp_degree > 1:
+        for note in coupling_notes(loss) if loss is not None else [] if file.profile.loss_is_known else [NO_LOSS]:
             say(f"note: {note}")
     say(f"wrote {output}")
 

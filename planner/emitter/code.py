@@ -155,6 +155,8 @@ def stage_code(
         yield f"{pad}updated_buffers = {name_tuple(stage.updated_buffers)}"
     if stage.called_whole:
         yield f"{pad}called_whole = {name_tuple(stage.called_whole)}"
+    if not stage.loss_is_known:
+        yield f"{pad}loss_is_known = False"
     yield f"{pad}inputs = {name_tuple(stage.inputs)}"
     for title, transfers in (("receives", stage.receives), ("sends", stage.sends)):
         if transfers:

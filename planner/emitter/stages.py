@@ -48,6 +48,7 @@ class StageCode:
     sends: tuple[Transfer, ...]
     is_last: bool
     forward_counts: tuple[str, ...] = ()
+    loss_is_known: bool = True
 
 
 def stage_codes(plan: Plan, profile: ModelProfile) -> list[StageCode]:
@@ -212,6 +213,7 @@ def _stage_code(
         receives=receives,
         sends=sends,
         is_last=is_last,
+        loss_is_known=profile.loss_is_known or not is_last,
         forward_counts=tuple(count.value for count in profile.loss.counts if count.value in given)
         if profile.loss is not None
         else (),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from planner.model_profile import LayerCost, Sharding, WholeAt
+from planner.model_profile import NO_LOSS, LayerCost, Sharding, WholeAt
 from planner.profiler.capture import Capture
 from planner.profiler.hints import compare_with_tp_plan
 from planner.program import Fields, Ref
@@ -18,7 +18,7 @@ def loss_notes(captured: Capture) -> list[str]:
     scalar = loss is not None and loss.shape == ()
     if scalar or captured.loss_calls or _has_loss_field(captured):
         return []
-    return ["no loss was profiled: give the model file loss_fn(output, target) and example_target(batch_size)"]
+    return [NO_LOSS]
 
 
 def _has_loss_field(captured: Capture) -> bool:

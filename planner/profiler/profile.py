@@ -157,6 +157,7 @@ def profile_model(
         target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),
         input_only_values=tuple(sorted(derived - set(program.inputs))),
         loss=loss,
+        loss_is_known=not loss_notes(captured),
         least_rows=pricer.least_rows,
         notes=(
             *file.notes,

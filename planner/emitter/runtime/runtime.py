@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -84,6 +85,9 @@ def setup(
         numbers = _Numbers(stage, ranks.dp_group)
         _distribute(stage, ranks.dp_group, PLAN["data_parallel"], mixed=mixed)
     is_last = ranks.stage == len(STAGES) - 1
+    if loss_fn is not None and not stage.loss_is_known and PLAN["num_microbatches"] * ranks.dp_degree > 1:
+        what = "the plan was made without a loss: loss_fn is averaged evenly over microbatches"
+        warnings.warn(f"{what}, so it must be a mean over rows", stacklevel=2)
     executor = _Executor(
         stage,
         loss_fn,

@@ -103,6 +103,7 @@ class PlanStage(nn.Module):
     parameter_names: ClassVar[tuple[str, ...]] = ()
     updated_buffers: ClassVar[tuple[str, ...]] = ()
     called_whole: ClassVar[tuple[str, ...]] = ()
+    loss_is_known: ClassVar[bool] = True  # the plan was made for the loss, which was recorded
     inputs: ClassVar[tuple[str, ...]] = ()
     receives: ClassVar[tuple[Value, ...]] = ()
     sends: ClassVar[tuple[Value, ...]] = ()
