@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.errors import CaptureError, FileFormatError, PlannerError, UsageError, VerifyError
 from planner.plan import Origin, Plan, Stage, greatest_common_rows, read_plan
 from planner.report.verify import verify_table
 from planner.runner import VerifyReport, verify
+from planner.runner.batches import _leave_out
 from planner.runner.pool import WorkerPool
 from planner.runner.subject import available_bytes, choose_subject, find_model, memory_bytes, plan_summary
 from planner.shrink import Shrink
@@ -568,3 +570,14 @@ def test_one_of_a_thing_is_told_in_the_singular(model_hash: str) -> None:
 
 def test_reading_a_plan_gives_what_was_written(write: Folder, model_hash: str) -> None:
     assert read_plan(write()) == make_plan(model_hash)
+
+
+def test_labels_that_are_left_out_leave_one_of_every_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dim in (0, 1):
+        labels = _leave_out(torch.ones(40, 40, dtype=torch.long)[:, :6].movedim(0, dim), -100, dim, generator)
+        counted = (labels.movedim(dim, 0) != -100).sum(1)
+        assert counted.min() >= 1
+        assert len(set(counted.tolist())) > 3
+    per_row = _leave_out(torch.ones(40, dtype=torch.long), -100, 0, generator)
+    assert 0 < int((per_row == -100).sum()) < 40

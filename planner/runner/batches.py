@@ -143,12 +143,14 @@ _PARTS = (0.0, 0.3, 0.6, 0.85)  # of a row's labels that are left out, row by ro
 
 
 def _leave_out(labels: Tensor, index: int, rows_dim: int, generator: torch.Generator) -> Tensor:
-    """Return labels some of which are `index`, the value that a loss ignores: of every row another part."""
+    """Return labels some of which are `index`, which a loss ignores: of every row another part, but not its last."""
     rows = labels.clone().movedim(rows_dim, 0)
     if rows.is_floating_point() or rows.numel() < 2:
         return labels
     for row in range(rows.shape[0]):
         chosen = torch.rand(rows[row].shape, generator=generator) < _PARTS[row % len(_PARTS)]
+        if chosen.dim():  # a model may look for the last label that counts, and not find one
+            chosen.view(-1)[-1] = False
         rows[row] = torch.where(chosen, torch.full_like(rows[row], index), rows[row])
     return rows.movedim(0, rows_dim)
 
