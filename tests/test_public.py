@@ -66,3 +66,32 @@ def test_a_way_to_divide_that_cannot_be_run_is_left_out_and_told(monkeypatch: py
     assert not any(layer_class.shardings for layer_class in profile.layer_classes)
     assert all(cost.tp_degree == 1 for layer_class in profile.layer_classes for cost in layer_class.costs)
     assert any(note.startswith("not divided by tp 2: layer 'blocks.0': sizes differ") for note in profile.notes)
+
+
+def test_a_way_to_divide_that_cannot_be_run_again_is_left_out_and_told(tmp_path: Path) -> None:
+    """A block resets what a module in it keeps: divided, its code is the plan's, and nothing resets it there."""
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Scan(nn.Module):\n"
+        "    state = None\n"
+        "    def forward(self, x):\n"
+        "        x = x * 2 if self.state is None else x + self.state.mean()\n"
+        "        self.state = x\n        return x\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.scan, self.down = nn.Linear(8, 32), Scan(), nn.Linear(32, 8)\n"
+        "    def forward(self, x):\n"
+        "        self.scan.state = None\n        return x + self.down(self.scan(self.up(x)))\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n        self.layers = nn.ModuleList([Block() for _ in range(3)])\n"
+        "    def forward(self, x):\n"
+        "        for layer in self.layers:\n            x = layer(x)\n        return x\n"
+        "def build_model():\n    return Model()\n"
+        "def example_inputs(batch_size):\n    return (torch.randn(batch_size, 8),)\n"
+        "def loss_fn(output):\n    return output.square().mean()\n"
+    )
+    profile = profile_model(str(tmp_path / "model.py"), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1, 2))
+    assert not any(layer_class.shardings for layer_class in profile.layer_classes)
+    assert any(note.startswith("not divided by tp 2: layer 'layers.0' can't be run forward") for note in profile.notes)

@@ -125,7 +125,9 @@ class Pricer:
                     try:
                         found.append(self._cost(item, sharding, rows, environments[is_real, rows]))
                     except ProfileError as error:
-                        if sharding is not None and not found and rows >= self.least_rows:
+                        again = bool(found) and self._fake_mode is not None  # not for lack of memory
+                        if sharding is not None and (again or (not found and rows >= self.least_rows)):
+                            found.clear()
                             self.unusable.add((item.name, sharding.tp_degree, sharding.name))
                             self.notes = (*self.notes, f"not divided by tp {sharding.tp_degree}: {error.message}")
                             break
