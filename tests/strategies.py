@@ -8,21 +8,12 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+from planner.arguments import BatchInt, Ref
 from planner.cluster import Cluster, Gpu, Link, NodeGroup
-from planner.model_profile import (
-    CollectiveCall,
-    Edge,
-    Layer,
-    LayerClass,
-    LayerCost,
-    ModelProfile,
-    Parameter,
-    Provenance,
-    ShardedParameter,
-    Sharding,
-)
+from planner.model_profile import Edge, Layer, LayerClass, LayerCost, ModelProfile, Parameter, Provenance
 from planner.plan import DataParallel, Optimizer, Origin, Plan, Precision, Schedule, Stage
-from planner.program import BatchInt, Node, Program, Ref, Tensor
+from planner.program import Node, Program, Tensor
+from planner.sharding import CollectiveCall, ShardedParameter, Sharding
 
 ORIGIN = Origin(
     model_path="model.py",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from planner.arguments import BatchInt, Ref
 from planner.cli.inputs import choose_cluster, describe_cluster, device_mismatch, load_profile
 from planner.cli.main import main
 from planner.cli.options import parse_counts, parse_duration, parse_pairs
@@ -31,7 +32,7 @@ from planner.model_profile import (
     write_profile,
 )
 from planner.plan import Origin, Plan, Stage
-from planner.program import BatchInt, Node, Program, Ref, Tensor
+from planner.program import Node, Program, Tensor
 from planner.runner.verify import ParameterRow, VerifyReport
 
 REPOSITORY = Path(__file__).resolve().parent.parent

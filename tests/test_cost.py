@@ -8,8 +8,9 @@ from planner.cluster import Cluster
 from planner.cost.communication import Route, collective_s, ring_route
 from planner.cost.layers import interpolate
 from planner.errors import ProfileError, UsageError
-from planner.model_profile import CollectiveCall, Edge, LayerClass, ModelProfile, ShardedParameter, Sharding
+from planner.model_profile import Edge, LayerClass, ModelProfile
 from planner.plan import DataParallel, Optimizer, Plan, Precision, Prediction, Schedule
+from planner.sharding import CollectiveCall, ShardedParameter, Sharding
 
 
 def price(plan: Plan, profile: ModelProfile, cluster: Cluster | None = None) -> Prediction:

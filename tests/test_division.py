@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from planner.emitter import emit, write_plan
-from planner.model_profile import ModelProfile, Sharding
+from planner.model_profile import ModelProfile
 from planner.profiler import profile_model
 from planner.runner import verify
 from planner.runner.pool import WorkerPool
+from planner.sharding import Sharding
 from tests.zoo.division import BLOCKS
 from tests.zoo.plans import even_plan
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from planner.arguments import BatchInt
 from planner.emitter import emit, write_plan
 from planner.emitter.layout import wrap_lines
 from planner.errors import EmitError, FileFormatError, UsageError
 from planner.model_profile import ModelProfile
 from planner.plan import read_plan
 from planner.profiler import profile_model
-from planner.program import BatchInt
 from tests.zoo.plans import even_plan
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from planner.arguments import dtype_bytes
 from planner.cluster import configs_folder, default_cluster, read_cluster, read_gpu, shipped_gpu
 from planner.errors import FileFormatError, PlannerError, UsageError
 from planner.local_cluster import local_cluster
 from planner.model_profile import read_profile
-from planner.program import dtype_bytes
 
 GPUS = sorted(path.stem for path in (configs_folder() / "gpus").iterdir())
 CLUSTERS = sorted(path.stem for path in (configs_folder() / "clusters").iterdir())

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from planner.arguments import MAX_DEPTH, constant_name
 from planner.emitter import emit, write_plan
 from planner.emitter.check import check_generated, check_header
 from planner.errors import CaptureError, EmitError, FileFormatError, UsageError
 from planner.model_profile import ModelProfile, read_profile, write_profile
 from planner.names import function_name, identifier, method_name, qualified_name
 from planner.profiler import profile_model
-from planner.program import MAX_DEPTH, constant_name
 from tests.zoo.plans import even_plan
 
 MODEL = Path(__file__).parent / "zoo" / "transformer.py"

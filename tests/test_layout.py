@@ -15,7 +15,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner", "errors"),
     ("units",),
     ("records", "names", "torchvision_operators", "example_rows"),
-    ("program",),
+    ("arguments", "program", "sharding"),
     ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
     ("graph", "schedule", "cost"),
     ("profiler", "solver", "emitter", "runner"),

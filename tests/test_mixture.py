@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from planner.arguments import BatchFloat, decode, encode, leaves
 from planner.emitter import emit, write_plan
 from planner.model_profile import ModelProfile
 from planner.profiler import profile_model
 from planner.profiler.flops import count_flops
 from planner.profiler.torch_internals import FakeTensorMode
-from planner.program import BatchFloat, decode, encode, leaves
 from planner.runner import verify
 from planner.runner.grouped import grouped_product
 from planner.runner.pool import WorkerPool

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from planner.arguments import BatchInt, Constant, Device, Dtype, Fields, ParamRef, Ref, TrainingValue
 from planner.cluster import Gpu
 from planner.errors import ProfileError
 from planner.model_profile import LayerCost
@@ -23,19 +24,7 @@ from planner.profiler.measure import Repeats, measure_times, spread
 from planner.profiler.memory import LiveBytes, follow_memory
 from planner.profiler.roofline import PricedOperators, compute_numbers
 from planner.profiler.segment import SegmentRunner
-from planner.program import (
-    BatchInt,
-    Constant,
-    Device,
-    Dtype,
-    Fields,
-    Node,
-    ParamRef,
-    Program,
-    Ref,
-    Tensor,
-    TrainingValue,
-)
+from planner.program import Node, Program, Tensor
 
 CPU = torch.device("cpu")
 GPU = Gpu(

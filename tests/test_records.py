@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from planner.errors import FileFormatError, UsageError
-from planner.program import (
+from planner.arguments import (
     MAX_INTEGER,
     BatchInt,
     Constant,
@@ -25,6 +24,7 @@ from planner.program import (
     leaves,
     map_argument,
 )
+from planner.errors import FileFormatError, UsageError
 from planner.records import Fraction, NonNegativeFloat, PositiveInt, Record, read_json, read_text, validate, write_text
 
 

@@ -7,10 +7,10 @@ import pytest
 from torch import nn
 from torch.nn import functional as F
 
+from planner.arguments import ParamRef, Ref, leaves
 from planner.profiler.blocks import select_calls
 from planner.profiler.capture import capture
 from planner.profiler.classes import layer_body, open_class
-from planner.program import ParamRef, Ref, leaves
 from planner.tp_rules.integer_program import Problem
 from planner.tp_rules.layer import Row, Tables
 from planner.tp_rules.state import ENTERED, PARTIAL, WHOLE, Shard, State

@@ -6,9 +6,10 @@ import pytest
 
 from planner.emitter import emit, write_plan
 from planner.errors import UsageError
-from planner.model_profile import ModelProfile, Sharding
+from planner.model_profile import ModelProfile
 from planner.profiler import profile_model
 from planner.runner import verify
+from planner.sharding import Sharding
 from planner.tp_rules import parse_rules
 from tests.zoo.plans import even_plan
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from planner.model_profile import Sharding
+from planner.arguments import BatchInt
 from planner.profiler.blocks import select_calls
 from planner.profiler.capture import capture
 from planner.profiler.classes import open_class, shardings_of
-from planner.program import BatchInt
+from planner.sharding import Sharding
 from planner.tp_rules.operations import Context
 from planner.tp_rules.shapes import reshaped
 from planner.tp_rules.state import IllegalShardingError, Shard

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.cluster import Cluster
-from planner.model_profile import Collective
+from planner.sharding import Collective
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.arguments import dtype_bytes
 from planner.cost.communication import Route, collective_s
 from planner.errors import ProfileError
 from planner.graph import SharedStorage
-from planner.model_profile import LayerClass, LayerCost, ModelProfile, ShardedParameter, Sharding
-from planner.program import dtype_bytes
+from planner.model_profile import LayerClass, LayerCost, ModelProfile
+from planner.sharding import ShardedParameter, Sharding
 
 REPLICATED = "replicated"
 

@@ -8,9 +8,9 @@ import ast
 from collections.abc import Iterator
 from typing import NoReturn
 
+from planner.arguments import constant_name, dtype_name
 from planner.errors import EmitError
 from planner.names import attribute_name, function_name, method_name, qualified_name
-from planner.program import constant_name, dtype_name
 
 _NAMESPACES = {"torch": "torch", "F": "torch.nn.functional", "operator": "operator", "math": "math"}
 _HELPERS = {

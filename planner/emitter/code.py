@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from planner.arguments import BatchFloat, BatchInt, Ref, leaves, map_argument
 from planner.emitter.expressions import Renderer, attribute_path, docstring_text, parameter_path, value_paths
 from planner.emitter.loss_code import Counting, counting_attributes, counting_methods
 from planner.emitter.rows import LOCALS, batch_expression, context_lines, local_name, name_tuple
 from planner.emitter.stages import LayerCall, StageCode, Transfer
-from planner.model_profile import LayerClass, Move, ShardedParameter, Sharding
-from planner.program import BatchFloat, BatchInt, Node, Program, Ref, Tensor, leaves, map_argument
+from planner.model_profile import LayerClass
+from planner.program import Node, Program, Tensor
+from planner.sharding import Move, ShardedParameter, Sharding
 from planner.tp_rules import live_nodes, moves_after, rewrite_node, rewrite_output
 
 INDENT = "    "

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from planner.program import (
+from planner.arguments import (
     MODEL_DTYPE,
     BatchFloat,
     BatchInt,
@@ -13,12 +13,12 @@ from planner.program import (
     Device,
     Dtype,
     Fields,
-    Node,
     ParamRef,
     Ref,
     TrainingValue,
     leaves,
 )
+from planner.program import Node
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "div": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 _INFIX |= {

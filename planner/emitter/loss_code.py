@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from planner.arguments import BatchFloat, BatchInt, Ref, leaves
 from planner.emitter.expressions import Renderer, attribute_path, parameter_path, value_paths
 from planner.emitter.rows import batch_expression, local_name, name_tuple
 from planner.emitter.stages import StageCode
 from planner.model_profile import Loss, ModelProfile
-from planner.program import BatchFloat, BatchInt, Node, Ref, Tensor, leaves
+from planner.program import Node, Tensor
 
 INDENT = "    "
 # Counts are made in float32 at least: bfloat16 has no odd numbers beyond 256.

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from planner.program import MODEL_DTYPE, BatchFloat, BatchInt, Device, Dtype, Node, Tensor, leaves
+from planner.arguments import MODEL_DTYPE, BatchFloat, BatchInt, Device, Dtype, leaves
+from planner.program import Node, Tensor
 
 LOCALS = ("batch", "device", "dtype")
 

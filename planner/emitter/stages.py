@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, replace
 
+from planner.arguments import BatchInt, Ref, leaves
 from planner.cost.layers import REPLICATED, tie_conflict
 from planner.errors import EmitError
 from planner.graph import shared_storages, shared_updates
-from planner.model_profile import LayerClass, ModelProfile, Sharding
+from planner.model_profile import LayerClass, ModelProfile
 from planner.plan import Plan, coverage_problem
-from planner.program import BatchInt, Node, Ref, Tensor, leaves
+from planner.program import Node, Tensor
+from planner.sharding import Sharding
 
 
 @dataclass(frozen=True)

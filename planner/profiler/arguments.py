@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.errors import ProfileError
-from planner.names import function_name
-from planner.program import (
+from planner.arguments import (
     MODEL_DTYPE,
     BatchFloat,
     BatchInt,
@@ -25,6 +23,8 @@ from planner.program import (
     TrainingValue,
     leaves,
 )
+from planner.errors import ProfileError
+from planner.names import function_name
 
 Environment = dict[str, Any]
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from torch.nn import functional as F
 
-from planner.program import BatchFloat, BatchInt, Tensor, leaves
+from planner.arguments import BatchFloat, BatchInt, leaves
+from planner.program import Tensor
 
 Form = Literal["constant", "rows", "linear"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from planner.arguments import ParamRef, Ref, leaves
 from planner.errors import UsageError
-from planner.profiler.recorder import Call, Unsupported, is_leaf
-from planner.program import ParamRef, Ref, leaves
+from planner.profiler.recording import Call, Unsupported, is_leaf
 
 
 def find_blocks(model: nn.Module) -> frozenset[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.arguments import BatchInt, Ref, leaves, map_argument
 from planner.errors import CaptureError, PlannerError
 from planner.model_file import ModelFile, gpu_hint, model_hash, split_arguments
 from planner.profiler import user_code as user
@@ -38,18 +39,13 @@ from planner.profiler.merging import (
 from planner.profiler.meta_build import build_meta
 from planner.profiler.parameters import check_initialized
 from planner.profiler.plain_tensors import emptied_caches
-from planner.profiler.recorder import Call, Recording, Unsupported, record
+from planner.profiler.recorder import record
+from planner.profiler.recording import Call, Recording, Unsupported
 from planner.profiler.skips import HINT, has_skips, insert_choices, skip_notes, without_skipped
 from planner.profiler.state import Attributes, attributes_of, changed_since, set_state, state_of
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.profiler.whole import WholeRuns
-from planner.program import (
-    BatchInt,
-    Ref,
-    Tensor,
-    leaves,
-    map_argument,
-)
+from planner.program import Tensor
 from planner.units import counted
 
 _SAME_FOR_ALL_ROWS = (

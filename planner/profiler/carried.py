@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from planner.arguments import ParamRef, Ref, leaves
 from planner.profiler.loss_state import flat, operation, refs
-from planner.profiler.recorder import Call
-from planner.program import ParamRef, Ref, leaves
+from planner.profiler.recording import Call
 
 # They update running statistics in training, and read them in evaluation only.
 _NORMS = {"batch_norm", "instance_norm"}

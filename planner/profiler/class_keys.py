@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.arguments import Fields, ParamRef, Ref
 from planner.profiler.capture import Capture
-from planner.profiler.recorder import Call, Unsupported
-from planner.program import Fields, ParamRef, Ref
+from planner.profiler.recording import Call, Unsupported
 
 Key = tuple[Any, ...]
 

@@ -7,13 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from planner.model_profile import Sharding
+from planner.arguments import ParamRef, Ref, leaves, map_argument
 from planner.profiler.blocks import hidden_inputs, open_calls
 from planner.profiler.capture import Capture
 from planner.profiler.layers import build_program
 from planner.profiler.plain_tensors import constants
-from planner.profiler.recorder import Call
-from planner.program import ParamRef, Program, Ref, Tensor, leaves, map_argument
+from planner.profiler.recording import Call
+from planner.program import Program, Tensor
+from planner.sharding import Sharding
 from planner.tp_rules import LayerBody, ModuleInfo, TpRule, find_shardings, layer_rules, standalone_sharding
 
 # torch's own modules that map every element by itself, by their documentation.

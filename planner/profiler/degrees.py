@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from planner.arguments import Ref, leaves
 from planner.errors import UsageError
 from planner.model_profile import WholeAt
 from planner.profiler.classes import OpenedClass
-from planner.program import Node, Program, Ref, leaves
+from planner.program import Node, Program
 from planner.tp_rules import LayerBody, ModuleInfo, refusals
 
 _VIEWS = {"view", "reshape", "unflatten"}

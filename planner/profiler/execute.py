@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.arguments import Fields, Ref, leaves
 from planner.errors import ProfileError
 from planner.profiler.arguments import Environment, bind, fill, find_function, resolve
 from planner.profiler.arguments import Target as Target  # what `run_derived` is called with
-from planner.program import Fields, Node, Program, Ref, leaves
+from planner.program import Node, Program
 
 Step = Callable[[Environment], None]
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from planner.profiler.recorder import Call
-from planner.program import Ref, leaves
+from planner.arguments import Ref, leaves
+from planner.profiler.recording import Call
 
 
 def open_escaping(calls: list[Call], inputs: Iterable[int], results: Any) -> None:

@@ -4,7 +4,7 @@ import re
 
 from torch import nn
 
-from planner.model_profile import Sharding
+from planner.sharding import Sharding
 
 _STYLES = {"colwise": "column", "rowwise": "row", "embedding_rowwise": "vocabulary"}
 

@@ -7,10 +7,10 @@ So would an input of the model, of which every stage has its own.
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from planner.arguments import Ref, leaves
 from planner.errors import CaptureError
 from planner.profiler.layers import Segment
-from planner.profiler.recorder import Call
-from planner.program import Ref, leaves
+from planner.profiler.recording import Call
 
 
 def check_in_place(

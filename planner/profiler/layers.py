@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from planner.arguments import BatchInt, ParamRef, Ref, leaves, map_argument
 from planner.errors import CaptureError
 from planner.model_profile import Edge, Layer
 from planner.profiler.functions import OPAQUE_HINT
-from planner.profiler.recorder import Call, Unsupported, is_leaf
-from planner.program import BatchInt, Node, ParamRef, Program, Ref, Tensor, leaves, map_argument
+from planner.profiler.recording import Call, Unsupported, is_leaf
+from planner.program import Node, Program, Tensor
 from planner.records import reason
 
 _RESERVED = {

@@ -19,14 +19,15 @@ from typing import Any
 
 from torch import nn
 
+from planner.arguments import BatchInt, Fields, ParamRef, Ref, leaves, map_argument
 from planner.model_profile import BATCH_NORM as BATCH_NORM_TEXT
 from planner.model_profile import WRITES_BUFFER
 from planner.profiler.batch_kinds import CONSTANT, KEEPS_LABELS, MEAN, ROWS, batch_dims
 from planner.profiler.loss_rules import Rules
 from planner.profiler.loss_state import operation, place, refs
-from planner.profiler.recorder import Call
+from planner.profiler.recording import Call
 from planner.profiler.torch_internals import BATCH_NORM
-from planner.program import BatchInt, Fields, ParamRef, Ref, Tensor, leaves, map_argument
+from planner.program import Tensor
 from planner.units import counted
 
 _MAX_PASSES = 32

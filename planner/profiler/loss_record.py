@@ -3,14 +3,15 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from planner.arguments import Ref, leaves
 from planner.model_file import ModelFile
 from planner.model_profile import Count, Loss
 from planner.profiler import user_code as user
 from planner.profiler.blocks import find_blocks, select_calls
 from planner.profiler.capture import Capture, map_tensors, named_tensors
 from planner.profiler.loss import Meaning, read_meaning
-from planner.profiler.recorder import Call
-from planner.program import Program, Ref, leaves
+from planner.profiler.recording import Call
+from planner.program import Program
 
 
 def read_loss(captured: Capture, blocks: tuple[str, ...]) -> tuple[Capture, list[Call], Meaning]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from planner.arguments import BatchFloat, BatchInt, ParamRef, Ref, leaves, map_argument
 from planner.profiler.batch_kinds import (
     ALONG,
     COMBINED,
@@ -24,8 +25,8 @@ from planner.profiler.batch_kinds import (
     reduction_of,
 )
 from planner.profiler.loss_state import State, place, refs
-from planner.profiler.recorder import Call
-from planner.program import BatchFloat, BatchInt, ParamRef, Ref, Tensor, leaves, map_argument
+from planner.profiler.recording import Call
+from planner.program import Tensor
 
 _NUMBERS = (ParamRef, BatchInt, BatchFloat)
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}  # what sums are begun with

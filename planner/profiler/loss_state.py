@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from planner.arguments import Device, Ref, leaves
 from planner.profiler.batch_kinds import CONSTANT, MEAN, ROWS, Kind, batch_dims
-from planner.profiler.recorder import Call
-from planner.program import Device, Ref, Tensor, leaves
+from planner.profiler.recording import Call
+from planner.program import Tensor
 
 
 def flat(calls: Iterable[Call]) -> Iterator[Call]:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from planner.profiler.recorder import Call, Recording
-from planner.program import MODEL_DTYPE, BatchFloat, BatchInt, Dtype, Fields, ParamRef, Ref, TrainingValue
+from planner.arguments import MODEL_DTYPE, BatchFloat, BatchInt, Dtype, Fields, ParamRef, Ref, TrainingValue
+from planner.profiler.recording import Call, Recording
 
 # Two is the smallest batch that no code treats as a scalar; three differs from it in every power and multiple. What
 # both say of a number is tried at eleven rows, which is no multiple and no power of two, and next to none above it.

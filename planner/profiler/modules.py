@@ -9,10 +9,10 @@ import math
 import torch
 from torch import nn
 
-from planner.model_profile import ShardedParameter, Sharding
 from planner.profiler.fake import model_dtype
 from planner.profiler.plain_tensors import find_tensor
 from planner.profiler.torch_internals import FakeTensorMode, unset_fake_temporarily
+from planner.sharding import ShardedParameter, Sharding
 
 _WEIGHT_STD = 0.02  # small enough that activations stay finite, large enough that none is denormal
 

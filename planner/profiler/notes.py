@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from planner.model_profile import NO_LOSS, LayerCost, Sharding, WholeAt
+from planner.arguments import Fields, Ref
+from planner.model_profile import NO_LOSS, LayerCost, WholeAt
 from planner.profiler.capture import Capture
 from planner.profiler.hints import compare_with_tp_plan
-from planner.program import Fields, Ref
+from planner.sharding import Sharding
 
 NOISY_FRACTION = 0.5
 

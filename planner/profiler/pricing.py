@@ -10,7 +10,7 @@ import torch
 from planner.cluster import Gpu
 from planner.errors import ProfileError
 from planner.model_file import ModelFile, split_arguments
-from planner.model_profile import LayerCost, Sharding, WholeAt
+from planner.model_profile import LayerCost, WholeAt
 from planner.profiler import user_code as user
 from planner.profiler.capture import Capture, input_tensors, named_tensors
 from planner.profiler.classes import OpenedClass
@@ -22,11 +22,12 @@ from planner.profiler.layers import Segment, variable_names
 from planner.profiler.loss_record import target_variables
 from planner.profiler.modules import ModuleSource
 from planner.profiler.plain_tensors import find_tensor
-from planner.profiler.recorder import Call
+from planner.profiler.recording import Call
 from planner.profiler.segment import SegmentRunner, does_not_fit
 from planner.profiler.segments import divided_nodes
 from planner.profiler.torch_internals import FakeTensorMode
 from planner.program import Program
+from planner.sharding import Sharding
 
 Progress = Callable[[str, int, int], None]
 

@@ -13,16 +13,7 @@ from torch import nn
 from planner.cluster import read_gpu
 from planner.errors import CaptureError, UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
-from planner.model_profile import (
-    LayerClass,
-    LayerCost,
-    ModelProfile,
-    Parameter,
-    Provenance,
-    Sharding,
-    WholeAt,
-    coupling_notes,
-)
+from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter, Provenance, WholeAt, coupling_notes
 from planner.profiler import user_code as user
 from planner.profiler.autocast import asked_autocasts
 from planner.profiler.buffers import update_notes
@@ -48,10 +39,11 @@ from planner.profiler.loss_record import loss_record, read_loss, target_variable
 from planner.profiler.notes import batch_norm_notes, degree_notes, hint_notes, loss_notes, noise_notes, whole_notes
 from planner.profiler.plain_tensors import plain_tensors
 from planner.profiler.pricing import Pricer, ProfiledClass, Progress
-from planner.profiler.recorder import Call
+from planner.profiler.recording import Call
 from planner.profiler.torch_internals import check_torch
 from planner.profiler.tp_rules import applied_rules, check_applied, rules_inside
 from planner.program import Program
+from planner.sharding import Sharding
 from planner.shrink import Shrink, shrink_model_file
 from planner.tp_rules import TpRule
 

@@ -3,25 +3,17 @@
 Two hooks see everything that happens between modules: `nn.Module.__call__` is wrapped for the modules of the model,
 and a `TorchFunctionMode` sees every call of a torch function or tensor method outside the leaf modules. A composite
 module's call holds the calls of its own forward in `body`, so that it can be kept as one call or opened.
-
-Values are numbered in the order of their making; a tensor object is one value, so aliasing and in-place writes keep
-their meaning: a call that writes a value that already exists refers to that value again.
 """
 
-import linecache
-import sys
-import traceback
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from planner.arguments import ParamRef, Ref, leaves
 from planner.errors import CaptureError
 from planner.names import function_name, method_name
 from planner.profiler.autocast import Autocasts
@@ -29,15 +21,14 @@ from planner.profiler.buffers import Buffers
 from planner.profiler.conversions import converted_modules
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, PythonRandom, Run, seen_functions
 from planner.profiler.parameters import Parameters
-from planner.profiler.plain_tensors import plain_tensors, spelled_out
+from planner.profiler.recording import Call, Recording, UnrecordableError, Unsupported, is_leaf, source_line
 from planner.profiler.targets import target_of
 from planner.profiler.torch_internals import LOSS_MODULE, unrecorded
 from planner.profiler.user_code import user_line
 from planner.profiler.value_checks import caller, drop_unread, passing_value
+from planner.profiler.values import Values, flatten, fresh
 from planner.profiler.whole import CannotRunError, WholeRuns
-from planner.program import Constant, Device, Dtype, Fields, NodeKind, ParamRef, Ref, leaves
-
-_THIS_FOLDER = str(Path(__file__).parent)
+from planner.program import NodeKind
 
 # Calls that turn a tensor into a Python value: under fake tensors they raise; with real ones they would bake a branch.
 _COMPARISONS = {"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__"}
@@ -55,70 +46,6 @@ _IN_PLACE_DUNDERS = {
     "__ixor__",
     "__ifloordiv__",
 }
-# Of torch's modules, those whose forward is a composition of layers.
-_OPENED: tuple[type[nn.Module], ...] = (
-    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
-    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
-)
-
-
-@dataclass
-class Call:
-    """One recorded call; `scope` is the module in whose forward it stands.
-
-    `body` are the calls inside a module, also those of a leaf that is not torch's own: a leaf is never opened, but what
-    it does to a divided value is read from its body. `escapes`: later calls read values of the body that are not in the
-    result, so it has to be opened. `written` are the arguments that a module changed in place. `opaque` tells why no
-    program can hold the call. `random`: it draws random numbers. `skipped_with` is the
-    probability with which it is left out.
-    """
-
-    kind: NodeKind
-    target: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    scope: str
-    no_grad: bool
-    location: str
-    result: Any = None
-    in_place: bool = False
-    written: tuple[Ref, ...] = ()
-    leaf: bool = False
-    escapes: bool = False
-    opaque: str = ""
-    random: bool = False
-    skipped_with: float = 0.0
-    body: list["Call"] = field(default_factory=list)
-    name: str = ""  # what to call its result, where that says more than the target
-
-
-@dataclass
-class Recording:
-    """The calls of a forward, the values they made (by number) and the structure of the output and the loss.
-
-    `constants` are the values of the tensors that stood outside the model, each with the line that read it,
-    `updated_buffers` the names of those that the forward changed, `checks` the lines that only check values, which the
-    program does not, `decisions` those where Python decides by a random number.
-    """
-
-    inputs: dict[str, int]
-    targets: dict[str, int]
-    calls: list[Call]
-    output: Any
-    loss_calls: list[Call]
-    loss: Any
-    tensors: dict[int, torch.Tensor]
-    constants: tuple[tuple[str, Any], ...] = ()
-    updated_buffers: tuple[str, ...] = ()
-    kept: dict[tuple[str, str], Any] = field(default_factory=dict)
-    checks: tuple[str, ...] = ()
-    decisions: tuple[str, ...] = ()
-
-
-class UnrecordableError(CaptureError):
-    """A statement that no program can hold; the module that it stands in may be called whole."""
-
-
 _READS = "reads the value of a tensor: the code after it depends on the data, so no fixed program computes it"
 
 
@@ -134,45 +61,15 @@ _RANDOM_HINT = (
 _FAKE_HINT = "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU"
 
 
-class Unsupported:
-    """Stands for an argument that no program can hold; an error only if the call that has it is emitted."""
-
-    def __init__(self, value: object) -> None:
-        self.description = f"{type(value).__module__}.{type(value).__qualname__}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unsupported) and other.description == self.description
-
-    def __hash__(self) -> int:
-        return hash(self.description)
-
-
-def is_leaf(module: nn.Module) -> bool:
-    """Return whether a module is always called whole: it has no children, or is torch's own and no stack of layers."""
-    if isinstance(module, _OPENED):
-        return False
-    return not any(True for _ in module.children()) or type(module).__module__.startswith("torch.nn")
-
-
-class _Recorder(TorchFunctionMode):
+class _Recorder(Values, TorchFunctionMode):
     def __init__(self, model: nn.Module, whole: WholeRuns, empty_caches: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__(model)
         self.whole = whole
         self.empty_caches = empty_caches
-        self.names = _names(model.named_modules(remove_duplicate=False))
-        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        named = [*tensors, *plain_tensors(model).items()]
-        self.params = _names(named)
-        self.kept = [tensor for _, tensor in named]  # alive though forward may replace them, so that ids stay unique
         self.buffers, self.parameters = Buffers(model), Parameters(model)
-        self.values: dict[int, int] = {}
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.frames: list[list[Call]] = [[]]
-        self.scopes = [""]
         self.in_leaf = False
         self.draws, self.python_random = Draws(), PythonRandom()
         self.autocasts = Autocasts()
-        self.constants: list[tuple[str, int, Any]] = []
         self.uniform: dict[int, Call] = {}  # tensors that are one uniform random number
         self.chances: dict[int, float] = {}  # comparisons of one, with the probability that they are true
         self.random: set[int] = set()  # tensors that come of random numbers alone
@@ -180,113 +77,6 @@ class _Recorder(TorchFunctionMode):
         self.decisions: dict[str, None] = {}
         self.checked: set[str] = set()
         self.check_locations: dict[str, None] = {}
-
-    # -- values ---------------------------------------------------------------------------------------------------
-
-    def bind(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor, a new one if it has none."""
-        if id(tensor) not in self.values:
-            self.values[id(tensor)] = len(self.tensors)
-            self.tensors[len(self.tensors)] = tensor  # kept alive, so that ids stay unique
-        return self.values[id(tensor)]
-
-    def _name_here(self, names: list[str]) -> str:
-        """Return the name of a module or tensor; of several, the one nearest to the module that is running."""
-        scope = self.scopes[-1]
-        while len(names) > 1 and scope:
-            inside = next((name for name in names if name.startswith(f"{scope}.")), None)
-            if inside is not None:
-                return inside
-            scope = scope.rpartition(".")[0]
-        return names[0]
-
-    def encode(self, value: Any, *, defining: bool = False) -> Any:
-        """Return a Python value as a program argument; tensors become references."""
-        match value:
-            case torch.Tensor():
-                if id(value) in self.params:
-                    return ParamRef(self._name_here(self.params[id(value)]))
-                if not defining and id(value) not in self.values:
-                    return self._spell_out(value)
-                return Ref(str(self.bind(value)))
-            case torch.Size():
-                return tuple(int(item) for item in value)
-            case slice():
-                return slice(*(self.encode(item, defining=defining) for item in (value.start, value.stop, value.step)))
-            case tuple() if hasattr(value, "_fields"):
-                named = ((name, getattr(value, name)) for name in value._fields)
-                return Fields(tuple((k, self.encode(item, defining=defining)) for k, item in named), in_order=True)
-            case tuple():
-                return tuple(self.encode(item, defining=defining) for item in value)
-            case list():
-                return [self.encode(item, defining=defining) for item in value]
-            case dict() if type(value) not in (dict, OrderedDict, defaultdict):
-                items = dict(value)
-                if hasattr(value, "__dataclass_fields__"):  # what is None stays readable
-                    items = {name: getattr(value, name) for name in value.__dataclass_fields__}
-                return Fields(tuple((str(k), self.encode(v, defining=defining)) for k, v in items.items()))
-            case dict():
-                return {key: self.encode(item, defining=defining) for key, item in value.items()}
-            case torch.dtype():
-                return Dtype(str(value).removeprefix("torch."))
-            case torch.device():
-                return Device()
-            case torch.memory_format() | torch.layout():
-                return Constant(str(value).removeprefix("torch."))
-            case None | bool() | int() | float() | complex() | str():
-                return value
-        if value is Ellipsis:
-            return value
-        if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-            names = value.__dataclass_fields__
-            return Fields(tuple((name, self.encode(getattr(value, name), defining=defining)) for name in names))
-        return Unsupported(value)
-
-    def _spell_out(self, tensor: torch.Tensor) -> Ref:
-        """Record a call that makes a small tensor from its values, which stands outside the model and nobody trains."""
-        values = spelled_out(tensor)
-        if values is None:
-            raise self._unknown_tensor(tensor)
-        self.kept.append(tensor)
-        self.constants.append((self.location(), id(tensor), values))
-        result = Ref(str(len(self.tensors)))
-        self.tensors[len(self.tensors)] = tensor
-        call = self.add("function", "torch.tensor", (values,), {"dtype": tensor.dtype, "device": tensor.device})
-        call.result = result
-        self.frames[-1].append(call)
-        return result
-
-    def _unknown_tensor(self, tensor: torch.Tensor) -> CaptureError:
-        shape, where = tuple(tensor.shape), self.location()
-        return UnrecordableError(
-            f"{where}: a tensor of shape {shape} in {self.scopes[-1] or 'the model'} was made where "
-            "recording can't see it (outside the model, numpy, a custom autograd function, or C++)"
-            f"{source_line(where)}",
-            hint="register it as a buffer of the module that reads it (register_buffer), or return it from the forward "
-            "of the module that makes it",
-        )
-
-    def location(self) -> str:
-        """Return 'file:line' of the innermost statement that is not torch's."""
-        for frame, line in traceback.walk_stack(sys._getframe()):
-            filename = frame.f_code.co_filename
-            if "/torch/" not in filename and not filename.startswith(("<", _THIS_FOLDER)):
-                return f"{filename}:{line}"
-        return "unknown line"
-
-    # -- calls ----------------------------------------------------------------------------------------------------
-
-    def add(self, kind: NodeKind, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return a new call with encoded arguments, not yet appended."""
-        return Call(
-            kind=kind,
-            target=target,
-            args=tuple(self.encode(item) for item in args),
-            kwargs={key: self.encode(item) for key, item in kwargs.items()},
-            scope=self.scopes[-1],
-            no_grad=not torch.is_grad_enabled(),
-            location=self.location() if kind != "module" else "",
-        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -306,14 +96,14 @@ class _Recorder(TorchFunctionMode):
                 return self._passed(args[0], passes)
             self.check_values(name, error, random=bool(args) and id(args[0]) in self.random)
             raise
-        if not (name == "__setitem__" or any(isinstance(item, torch.Tensor) for item in _flatten(result))):
+        if not (name == "__setitem__" or any(isinstance(item, torch.Tensor) for item in flatten(result))):
             return result
         kind, target = target_of(func, name)
         if kind == "skip":
             return result
         self.check_autocast()
         self.check_name(kind, target)
-        known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
+        known = {id(item) for item in flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         call = self.add(kind, target, tuple(args), kwargs)
         call.random = self.draws.count > drawn
         call.in_place = (
@@ -321,11 +111,11 @@ class _Recorder(TorchFunctionMode):
             or name == "__setitem__"
             or (name.endswith("_") and not name.endswith("__"))
             or kwargs.get("inplace") is True
-            or any(id(item) in known for item in _flatten(kwargs.get("out")))
+            or any(id(item) in known for item in flatten(kwargs.get("out")))
             or bool(self._changed(versions))
         )
         if not call.in_place:
-            result = _fresh(result, known)
+            result = fresh(result, known)
         elif args and isinstance(args[0], torch.Tensor):
             with unrecorded():
                 self.buffers.note_write(args[0])
@@ -428,7 +218,7 @@ class _Recorder(TorchFunctionMode):
         with unrecorded():
             return [
                 (item, item._version)
-                for item in _flatten(given)
+                for item in flatten(given)
                 if isinstance(item, torch.Tensor) and id(item) in self.values
             ]
 
@@ -463,16 +253,16 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.in_leaf = False
         call.random = self.draws.count > drawn
-        known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
+        known = {id(item) for item in flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         with unrecorded():
-            result = _fresh(result, known)
+            result = fresh(result, known)
         call.result = self.encode(result, defining=True)
         self.frames[-1].append(call)
         return result
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call, recording it; inside a leaf nothing is recorded."""
-        name = self._name_here(self.names.get(id(module), [""]))
+        name = self.name_here(self.names.get(id(module), [""]))
         if self.in_leaf or not name or isinstance(module, LOSS_MODULE):  # a loss is seen as the function it calls
             return original(module, *args, **kwargs)
         self.check_random()
@@ -500,9 +290,9 @@ class _Recorder(TorchFunctionMode):
         call.written = self._changed(versions)
         call.in_place = bool(call.written)
         if call.leaf:
-            known = {id(item) for item in _flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
+            known = {id(item) for item in flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
             with unrecorded():  # not a call of the model's
-                result = _fresh(result, known)
+                result = fresh(result, known)
         call.result = self.encode(result, defining=True)
         self.frames[-1].append(call)
         return result
@@ -564,44 +354,10 @@ class _Recorder(TorchFunctionMode):
                     frame.insert(behind[-1] + 1 if behind else 0, call)
 
 
-def source_line(where: str) -> str:
-    """Return the line of 'file:line' as a second line of an error's message; nothing where it can't be read."""
-    path, _, number = where.rpartition(":")
-    text = linecache.getline(path, int(number)).strip() if number.isdigit() else ""
-    return f"\n    {text}" if text else ""
-
-
 def _touches(call: Call, old: set[ParamRef], new: Any) -> bool:
     """Return whether a call reads or writes a buffer, by any of its names, or makes the value that replaces it."""
     found = {leaf for leaf in leaves((call.args, call.kwargs, call.result)) if isinstance(leaf, ParamRef)}
     return bool(found & old) or new in leaves(call.result) or any(_touches(inner, old, new) for inner in call.body)
-
-
-def _names(named: Iterable[tuple[str, Any]]) -> dict[int, list[str]]:
-    """Return every name of each module or tensor, by its id."""
-    found: dict[int, list[str]] = {}
-    for name, item in named:
-        found.setdefault(id(item), []).append(name)
-    return found
-
-
-def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _flatten(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _flatten(item)
-    else:
-        yield value
-
-
-def _fresh(result: Any, known: set[int]) -> Any:
-    """Return a result as a value of its own where a call gave back its operand (a cast to the dtype it has, a dropout
-    that is off): whether it does may depend on dtype and training, and the structure of a recording must not."""
-    if isinstance(result, torch.Tensor) and id(result) in known:
-        return result.view_as(result)
-    return result
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from planner.model_profile import Move, Sharding
+from planner.arguments import ParamRef, Ref, leaves, map_argument
 from planner.profiler.classes import OpenedClass
 from planner.profiler.layers import Segment
-from planner.program import Node, ParamRef, Program, Ref, leaves, map_argument
+from planner.program import Node, Program
+from planner.sharding import Move, Sharding
 from planner.tp_rules import moves_after, rewrite_node, rewrite_output
 
 _INNER = "inner_"

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from planner.arguments import Device, Ref, TrainingValue, leaves, map_argument
 from planner.errors import CaptureError
-from planner.profiler.recorder import Call, Recording
-from planner.program import Device, Ref, Tensor, TrainingValue, leaves, map_argument
+from planner.profiler.recording import Call, Recording
+from planner.program import Tensor
 
 HINT = (
     "set its probability to 0 in the model's configuration (layerdrop=0.0, say), or let the decision leave out one "

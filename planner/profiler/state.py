@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.profiler.recorder import Call, Recording
+from planner.arguments import ParamRef, Ref, leaves
+from planner.profiler.recording import Call, Recording
 from planner.profiler.whole import map_tensors, plain_attributes, same
-from planner.program import ParamRef, Ref, leaves
 
 # By module name and attribute.
 Attributes = dict[tuple[str, str], Any]

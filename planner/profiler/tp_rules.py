@@ -7,7 +7,7 @@ from torch import nn
 from planner.errors import UsageError
 from planner.profiler.capture import Capture
 from planner.profiler.classes import OpenedClass, layer_body
-from planner.profiler.recorder import Call
+from planner.profiler.recording import Call
 from planner.tp_rules import OPTION, TpRule, layer_rules
 
 

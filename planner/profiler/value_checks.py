@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from planner.program import Ref, leaves
+from planner.arguments import Ref, leaves
 
 if TYPE_CHECKING:
-    from planner.profiler.recorder import Call
+    from planner.profiler.recording import Call
 
 _TORCH_CHECKS = "_check"  # torch's own functions that raise unless a condition holds: _check_tensor_all_with, ...
 _WARNERS = {"print", "warn", "warn_once", "warning", "warning_once", "info", "info_once", "debug", "error", "exception"}

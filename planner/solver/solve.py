@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
+from planner.arguments import dtype_bytes
 from planner.cluster import Cluster
 from planner.cost.evaluate import Pricer
 from planner.cost.states import WORKING_BYTES
 from planner.errors import PlannerError, UsageError
 from planner.model_profile import ModelProfile
 from planner.plan import Origin, SolverReport
-from planner.program import dtype_bytes
 from planner.solver.infeasible import find_conflict, find_repairs
 from planner.solver.problems import Problems
 from planner.solver.request import SolveRequest, read_pins

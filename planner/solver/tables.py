@@ -16,7 +16,7 @@ from planner.cost.communication import Route, collective_s
 from planner.cost.evaluate import Pricer
 from planner.cost.layers import LayerNumbers
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
-from planner.model_profile import Collective
+from planner.sharding import Collective
 from planner.solver.recompute import RecomputeChoices
 
 Floats = NDArray[np.float64]

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from planner.program import Node, Ref, leaves
+from planner.arguments import Ref, leaves
+from planner.program import Node
 from planner.tp_rules.operations import operation_name, words
 from planner.tp_rules.state import ModuleInfo
 

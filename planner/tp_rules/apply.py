@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from planner.model_profile import Move, Sharding
-from planner.program import Node, ParamRef, Ref, map_argument
+from planner.arguments import ParamRef, Ref, map_argument
+from planner.program import Node
+from planner.sharding import Move, Sharding
 
 
 def rewrite_node(node: Node, sharding: Sharding) -> Node:

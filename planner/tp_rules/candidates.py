@@ -8,7 +8,7 @@ tensor_sequence    as `tensor`, and activations between divided parts sliced alo
 
 from collections.abc import Sequence
 
-from planner.model_profile import Sharding
+from planner.sharding import Sharding
 from planner.tp_rules.integer_program import Choice, Problem
 from planner.tp_rules.layer import LayerBody, Tables
 from planner.tp_rules.overrides import StyleRule, restrict

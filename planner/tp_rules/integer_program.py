@@ -40,8 +40,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from planner.model_profile import MoveKind
-from planner.program import Node, ParamRef, Ref, leaves
+from planner.arguments import ParamRef, Ref, leaves
+from planner.program import Node
+from planner.sharding import MoveKind
 from planner.tp_rules.aliases import VIEWS, last_writes
 from planner.tp_rules.layer import Operand, Row, Tables, tensor_of
 from planner.tp_rules.operations import operation_name, words

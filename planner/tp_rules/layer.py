@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.model_profile import Rewrite
-from planner.program import Node, ParamRef, Program, Ref, Tensor, leaves
+from planner.arguments import ParamRef, Ref, leaves
+from planner.program import Node, Program, Tensor
+from planner.sharding import Rewrite
 from planner.tp_rules.state import ENTERED, PARTIAL, WHOLE, IllegalShardingError, ModuleInfo, Shard, State, divided
 
 Operand = Ref | ParamRef

@@ -1,6 +1,7 @@
 """The rows of leaf modules: linear and embedding layers are divided, others run on what they are given."""
 
-from planner.program import Node, ParamRef, Ref, leaves
+from planner.arguments import ParamRef, Ref, leaves
+from planner.program import Node
 from planner.tp_rules.layer import Operand, Row, Tables, entered
 from planner.tp_rules.operations import RULES, Context, operation_name
 from planner.tp_rules.state import PARTIAL, WHOLE, IllegalShardingError, ModuleInfo, RuleState, Shard, State, divided

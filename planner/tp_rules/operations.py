@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.model_profile import Rewrite
-from planner.program import BatchInt, Node, ParamRef, Ref, Tensor, leaves
+from planner.arguments import BatchInt, ParamRef, Ref, leaves
+from planner.program import Node, Tensor
+from planner.sharding import Rewrite
 from planner.tp_rules.state import IllegalShardingError, RuleState, Shard
 
 Path = tuple[int | str, ...]

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from planner.program import Node, ParamRef, Ref, leaves
+from planner.arguments import ParamRef, Ref, leaves
+from planner.program import Node
 from planner.tp_rules.operations import Context, argument, operation_name, words
 
 # With one operand: what they do to a sum they do to its terms.

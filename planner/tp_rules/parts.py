@@ -5,7 +5,8 @@ These are candidates only; that a division works is for the propagation to say.
 
 from itertools import pairwise
 
-from planner.program import Node, Program, Ref, leaves
+from planner.arguments import Ref, leaves
+from planner.program import Node, Program
 from planner.tp_rules.operations import operation_name
 from planner.tp_rules.state import Shard
 

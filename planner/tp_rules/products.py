@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from planner.program import Node, Ref, leaves
+from planner.arguments import Ref, leaves
+from planner.program import Node
 from planner.tp_rules.operations import Context, argument, broadcast, dimension, operation_name, rule, same_state
 from planner.tp_rules.state import PARTIAL, IllegalShardingError, RuleState, Shard, divided
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from planner.program import BatchInt, Node, Ref, leaves
+from planner.arguments import BatchInt, Ref, leaves
+from planner.program import Node
 from planner.tp_rules.operations import Context, Path, argument, dimension, operation_name, rule, same_state
 from planner.tp_rules.state import IllegalShardingError, RuleState, Shard, divided, product_of
 

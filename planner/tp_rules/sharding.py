@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from planner.model_profile import Collective, CollectiveCall, Move, ShardedParameter, Sharding, Style
-from planner.program import BatchInt, ParamRef, Ref, Tensor, leaves
+from planner.arguments import BatchInt, ParamRef, Ref, leaves
+from planner.program import Tensor
+from planner.sharding import Collective, CollectiveCall, Move, ShardedParameter, Sharding, Style
 from planner.tp_rules.aliases import last_writes
 from planner.tp_rules.integer_program import Choice, Step
 from planner.tp_rules.layer import Operand, Tables, tensor_of

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from planner.errors import UsageError
-from planner.model_profile import ShardedParameter, Sharding
 from planner.program import Tensor
+from planner.sharding import ShardedParameter, Sharding
 from planner.tp_rules.modules import features
 from planner.tp_rules.overrides import OPTION, StyleRule
 from planner.tp_rules.sharding import collective

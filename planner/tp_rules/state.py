@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from planner.program import BatchInt, Program
+from planner.arguments import BatchInt
+from planner.program import Program
 
 ModuleKind = Literal["linear", "embedding", "elementwise", "normalization", "recorded", "opaque"]
 

@@ -9,8 +9,9 @@ from itertools import product
 
 import planner.tp_rules.products
 import planner.tp_rules.shapes  # noqa: F401 -- importing them registers their rules
-from planner.model_profile import Rewrite
-from planner.program import Node, ParamRef, Ref, leaves
+from planner.arguments import ParamRef, Ref, leaves
+from planner.program import Node
+from planner.sharding import Rewrite
 from planner.tp_rules.layer import LayerBody, Operand, Row, Tables, entered, live_nodes, operands_of, uniform_row
 from planner.tp_rules.modules import module_rows
 from planner.tp_rules.operations import RULES, Context, argument, operation_name, words
