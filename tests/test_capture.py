@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import CaptureError
+from planner.errors import CaptureError, UsageError
 from planner.model_file import split_arguments
 from planner.profiler.arguments import fill, resolve
 from planner.profiler.blocks import find_blocks, select_calls
@@ -155,3 +155,10 @@ def test_what_no_program_can_hold_is_refused_with_its_line(model: type[nn.Module
     assert caught.value.hint
     for word in words:
         assert word in caught.value.message
+
+
+def test_a_container_of_blocks_that_is_not_there() -> None:
+    zoo = Path(__file__).parent / "zoo" / "exact.py"
+    with pytest.raises(UsageError) as caught:
+        profile_model(f"{zoo}:build_transformer", inputs="inputs_transformer", gpu="h100-sxm", blocks=("nope",))
+    assert "--blocks names 'nope', which is no module of the model" in str(caught.value)

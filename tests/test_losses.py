@@ -66,6 +66,43 @@ def test_equal_to_the_whole_batch(
         assert report.coupled == ()
 
 
+COUNTED_AND_COUPLED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def build_model():
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    model[0].weight.grad = torch.ones(16, 6)  # as a file that has trained leaves it
+    return model
+
+def example_inputs(batch_size):
+    return (torch.randn(batch_size, 6),)
+
+def example_target(batch_size):
+    return torch.randint(0, 3, (batch_size,))
+
+def loss_fn(output, target):
+    return F.cross_entropy(output, target, weight=torch.tensor([1.0, 4.0, 9.0]))
+"""
+
+
+def test_a_loss_that_counts_beside_rows_that_are_coupled(pool: WorkerPool, tmp_path: Path) -> None:
+    """No process can be both the whole batch and its microbatches: compared where they count alike, and told."""
+    model, path = tmp_path / "model.py", tmp_path / "plan.py"
+    model.write_text(COUNTED_AND_COUPLED)
+    profile = profile_model(str(model), gpu="h100-sxm", dtype="float32", microbatch_sizes=(4,))
+    write_plan(emit(even_plan(profile, pp_degree=2, dp_degree=2, microbatch_size=4), profile), path)
+    report = verify(path, pool=pool, timeout_s=120)
+    assert report.ok, (report.rows[:3], report.notes)
+    assert "every microbatch was given the same rows" in str(report.not_proved)
+    plan = path.read_text()
+    path.write_text(plan.replace("reduction='sum'", "reduction='mean'"))
+    assert path.read_text() != plan
+    with pytest.raises(VerifyError, match="loss_fn gives .* for a microbatch"):
+        verify(path, pool=pool, timeout_s=120)
+
+
 UNTRAINED = {"anchor", "number", "probe.weight", "probe.bias", "body.blocks.0.up.bias", "unused.weight", "unused.bias"}
 
 

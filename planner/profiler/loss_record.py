@@ -20,6 +20,7 @@ def read_loss(captured: Capture, blocks: tuple[str, ...]) -> tuple[Capture, list
     Modules inside which a loss divides by a count are opened, but for blocks: there it is told.
     """
     sources = {str(number): name for name, number in [*captured.inputs.items(), *captured.targets.items()]}
+    select_calls(captured.model, captured.calls, blocks)  # tells which of them is no module
     kept = set(find_blocks(captured.model))
     kept |= {f"{name}.{child}" for name in blocks for child, _ in captured.model.get_submodule(name).named_children()}
     kept |= {name for name, m in captured.model.named_modules() if m._forward_hooks or m._forward_pre_hooks}

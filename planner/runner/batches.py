@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,17 @@ class Batch:
 
             args, kwargs, target = _map(cut, (self.args, self.kwargs, self.target))
             yield args, kwargs, target
+
+    def repeated(self, rows: int) -> "Batch":
+        """Return a batch of which every block of `rows` is the first one."""
+        dims = iter(self.batch_dims)
+
+        def repeat(tensor: Tensor) -> Tensor:
+            dim = next(dims)
+            return tensor if dim is None else torch.cat([tensor.narrow(dim, 0, rows)] * (self.num_rows // rows), dim)
+
+        args, kwargs, target = _map(repeat, (self.args, self.kwargs, self.target))
+        return replace(self, args=args, kwargs=kwargs, target=target)
 
     def inputs_of_step(self, model: nn.Module) -> tuple[Any, ...] | dict[str, Any]:
         """Return the inputs as a plan's `step` takes them: a dict by name, or a tuple by position."""

@@ -139,6 +139,7 @@ def build_exact(model_file: ModelFile) -> tuple[nn.Module, bool]:
     dropped = has_dropout(model)
     switch_off_dropout(model)
     model.double()
+    model.zero_grad()  # a file that trains when it is imported leaves gradients
     perturb(model)
     return model, dropped
 

@@ -204,9 +204,13 @@ def _batches(
             not_proved.append(f"labels left out ({', '.join(ignored)}): the model does not run with them")
             continue
         break
-    if not uneven:
-        not_proved.append("microbatches that count differently (padding), beside a loss in which rows depend on others")
-    return batches
+    if uneven:
+        return batches
+    not_proved.append(
+        "microbatches that count differently (padding), beside a loss in which rows depend on others: every microbatch "
+        "was given the same rows"
+    )
+    return [batch.repeated(job.microbatch_size) for batch in batches]
 
 
 def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
