@@ -1,6 +1,7 @@
 """Captures compute what the model computes, at other batch sizes, and refuse what no program can hold."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from planner.errors import CaptureError, UsageError
 from planner.model_file import split_arguments
+from planner.profiler import profile_model
 from planner.profiler.arguments import fill, resolve
 from planner.profiler.blocks import find_blocks, select_calls
 from planner.profiler.capture import Capture, capture, input_tensors

@@ -99,7 +99,7 @@ def test_a_loss_that_counts_beside_rows_that_are_coupled(pool: WorkerPool, tmp_p
     plan = path.read_text()
     path.write_text(plan.replace("reduction='sum'", "reduction='mean'"))
     assert path.read_text() != plan
-    with pytest.raises(VerifyError, match="loss_fn gives .* for a microbatch"):
+    with pytest.raises(VerifyError, match=r"loss_fn gives .* for a microbatch"):
         verify(path, pool=pool, timeout_s=120)
 
 
