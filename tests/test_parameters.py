@@ -64,6 +64,9 @@ class Codebook(nn.Module):
                     weight[0].clamp_(-1, 1)
             case "make":
                 self.scale = nn.Parameter(torch.ones(8))
+            case "in evaluation" if not self.training:
+                with torch.no_grad():
+                    weight.div_(2)
             case "same":
                 self.codes.weight = weight
                 self.codes.requires_grad_(True)
@@ -99,6 +102,7 @@ def test_a_forward_that_changes_its_parameters_is_refused_with_the_line(how: str
 
 def test_a_forward_that_keeps_its_parameters_is_recorded() -> None:
     capture(codebook_file("same"))
+    capture(codebook_file("in evaluation"))
 
 
 def test_a_lazy_module_that_no_batch_went_through_is_refused() -> None:

@@ -25,6 +25,8 @@ class Parameters:
     def __init__(self, model: nn.Module) -> None:
         self._modules = {id(module): name for name, module in model.named_modules()}
         self._storages = {_storage(tensor): name for name, tensor in model.named_parameters()}
+        if not any(module.training for module in model.modules()):  # weights scaled for inference train nothing
+            self._modules, self._storages = {}, {}
 
     def check_write(self, target: torch.Tensor, where: str) -> None:
         """Raise CaptureError where a tensor that is written in place is a parameter or a view of one."""
