@@ -189,7 +189,10 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise user_error(error, path, "importing it") from error
+        hint = ""
+        if isinstance(error, SystemExit):
+            hint = f'planner imports {path.name}: put what runs it as a script under `if __name__ == "__main__":`'
+        raise user_error(error, path, "importing it", hint=hint) from error
     finally:
         sys.argv = arguments
     return module

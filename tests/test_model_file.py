@@ -112,6 +112,7 @@ def test_what_importing_raises_is_told_with_the_line(folder: Path, text: str, me
         load_model_file("model.py")
     assert caught.value.message.startswith(message)
     assert "model.py" in caught.value.hint
+    assert ('if __name__ == "__main__":' in caught.value.hint) == ("SystemExit" in text)
     assert not [name for name in set(sys.modules) - modules if name.startswith("planner_model")]
 
 
@@ -243,6 +244,10 @@ def example_inputs(batch_size):
 
 """
 EXITING = "class Model(Model):\n    def forward(self, x):\n        sys.exit(0)"
+FIXED_ROWS = (
+    "class Model(Model):\n    def forward(self, x):\n        return self.first(x) + torch.ones(8)[: len(x), None]"
+)
+KEYWORDS = "def example_inputs(rows):\n    return {'y': torch.ones(rows, 4)}"
 PART_SCRIPTED = "def build_model():\n    return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))"
 SCRIPTED = "def build_model():\n    return torch.jit.script(nn.Sequential(nn.Linear(4, 4)))"
 
@@ -257,6 +262,20 @@ SCRIPTED = "def build_model():\n    return torch.jit.script(nn.Sequential(nn.Lin
         ),
         ("def example_inputs(rows):\n    sys.exit(0)", ("model.py line 21", "example_inputs(2) raised SystemExit: 0")),
         ("def loss_fn(output):\n    sys.exit(0)", ("model.py line 21", "loss_fn raised SystemExit: 0")),
+        (
+            "def loss_fn(output):\n    return output.mean().item()",
+            ("model.py:21: `item` in loss_fn reads the value", "return the loss as the tensor that it is"),
+        ),
+        (
+            "def loss_fn(output):\n    return output[output > 0].mean()",
+            ("`__getitem__` in loss_fn reads the value", "`(x * mask).sum() / mask.sum()`"),
+        ),
+        (
+            "class Batch:\n    pass\ndef example_inputs(rows):\n    return (Batch(),)",
+            ("example_inputs(2) gives 'x' of type Batch, which is not looked into", "pass the tensors of x as"),
+        ),
+        (FIXED_ROWS, ("raised in forward with 11 rows in float64: RuntimeError", "must take any number of rows")),
+        (KEYWORDS, ("the model raised in forward: TypeError", "run model(**example_inputs(2)) by itself")),
         (EXITING, ("model.py:22", "the model raised in forward: SystemExit: 0")),
         ("def build_model():\n    pass", ("build_model returned NoneType, not an nn.Module",)),
         ("async def build_model():\n    pass", ("build_model returned coroutine, not an nn.Module",)),
@@ -287,6 +306,7 @@ def test_functions_that_exit_raise_or_return_the_wrong_thing(folder: Path, chang
         profile_model("model.py", gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,), tp_degrees=(1,))
     text = f"{told.value.message}\n{told.value.hint}"
     assert all(word in text for word in words), text
+    assert "unknown line" not in text
 
 
 def test_rows_may_be_one_more_than_asked_for(folder: Path) -> None:

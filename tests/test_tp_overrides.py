@@ -76,6 +76,7 @@ def test_a_layer_of_its_own_can_be_kept_whole() -> None:
         (["blocks.0.up=column", "*.up=row"], "ask for two styles of 'blocks.0.up'", "leave one of them out"),
         (["*.up=vocabulary"], "'blocks.0.up': a linear can't be divided by vocabulary", "column, row and replicated"),
         (["embed=row"], "'embed': a embedding can't be divided by row", "vocabulary, column and replicated"),
+        (["blocks.*.up=row"], "over tp_degree 2: no way to divide the layer has it so", "leave the rule out"),
         (["head=row"], "'head' can't be divided by row over tp_degree 2", "leave the rule out"),
     ],
 )

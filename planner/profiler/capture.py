@@ -77,9 +77,12 @@ class Capture:
 
 def input_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors among a model's arguments by the names of its parameters; nested ones get an index."""
+    return dict(named_tensors(_named(model, args, kwargs)))
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = list(inspect.signature(model.forward).parameters)
-    named = {(names[i] if i < len(names) else f"input_{i}"): value for i, value in enumerate(args)} | kwargs
-    return dict(named_tensors(named))
+    return {(names[i] if i < len(names) else f"input_{i}"): value for i, value in enumerate(args)} | kwargs
 
 
 def named_tensors(named: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,12 +184,18 @@ def _record(
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
-        hint = "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU"
+        hint = f"run {user.model_call(file)} by itself; recording uses fake tensors on the CPU"
+        line, asked = user.user_line(error), ""
+        if rows != ROWS[0]:  # which passed before
+            asked = f" with {rows} rows{' in float64' if dtype == torch.float64 else ''}"
+            hint = f"a forward must take any number of rows, in any dtype: {', '.join(map(str, ROWS))} rows are tried, "
+            hint += f"and {TRIED_ROWS} in float64"
         if isinstance(error, Exception) and dtype not in (None, torch.float32, torch.float64):
             hint = f"the model was built in {dtype}: try --dtype float32"
         hint = gpu_hint(error) or hint
         raise CaptureError(
-            f"{file.path}: the model raised in forward: {type(error).__name__}: {error} (at {user.user_line(error)})",
+            f"{file.path}: the model raised in forward{asked}: {type(error).__name__}: {error}"
+            f"{line and f' (at {line})'}",
             hint=hint,
         ) from error
 
@@ -233,6 +242,14 @@ def _check_rows(file: ModelFile, model: nn.Module) -> None:
             hint=rule,
         )
     changed = {key: tensor.shape for key, tensor in fewer.items() if key in more and tensor.shape != more[key].shape}
+    if not fewer:
+        for key, value in _named(model, *split_arguments(user.example_inputs(file, first))).items():
+            if not isinstance(value, None | bool | int | float | str | tuple | list | dict):
+                raise CaptureError(
+                    f"{file.path.name}: {name}({first}) gives {key!r} of type {type(value).__name__}, which is not "
+                    "looked into, and no other tensor",
+                    hint=f"pass the tensors of {key} as arguments of their own, or in a tuple, list or dict",
+                )
     if not changed:
         shown = next((f"{key!r} of shape {tuple(tensor.shape)}" for key, tensor in fewer.items()), "no tensor at all")
         raise CaptureError(

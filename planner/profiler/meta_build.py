@@ -61,9 +61,9 @@ def _build_for_real(build: Callable[[], nn.Module], reason: Exception) -> nn.Mod
         if not isinstance(error, _LimitError) and not is_out_of_memory(error):
             raise
         raise CaptureError(
-            f"{user_line(reason)}: building the model reads values of large tensors ({type(reason).__name__}: "
-            f"{reason}), and building it with values takes more than {format_bytes(limit)}, half of the memory "
-            "that is free here",
+            f"{user_line(reason) or 'build_model'}: building the model reads values of large tensors "
+            f"({type(reason).__name__}: {reason}), and building it with values takes more than "
+            f"{format_bytes(limit)}, half of the memory that is free here",
             hint="keep code that reads parameters out of build_model, or profile on a machine with more memory",
         ) from error
 

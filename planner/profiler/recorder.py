@@ -26,7 +26,7 @@ from planner.profiler.targets import target_of
 from planner.profiler.torch_internals import LOSS_MODULE, unrecorded
 from planner.profiler.user_code import user_line
 from planner.profiler.value_checks import caller, drop_unread, passing_value
-from planner.profiler.values import Values, flatten, fresh
+from planner.profiler.values import LOSS, Values, flatten, fresh
 from planner.profiler.whole import CannotRunError, WholeRuns
 from planner.program import NodeKind
 
@@ -54,11 +54,15 @@ _VALUE_HINT = (
     "compute it with tensor operations (masks, torch.where), so that all data takes the same code; or put it into the "
     "forward of a module that returns the same shapes for all data: that is then called whole"
 )
+_LOSS_HINT = (
+    "return the loss as the tensor that it is, and let all data take the same code: `(x * mask).sum() / mask.sum()` is "
+    "the mean of `x[mask]`"
+)
 _RANDOM_HINT = (
     "a random number decides here what runs: set its probability to 0 in the model's configuration (layerdrop=0.0, "
     "say) to plan the model without it; or let torch.where choose between the two results"
 )
-_FAKE_HINT = "run model(*example_inputs(2)) by itself; recording uses fake tensors on the CPU"
+_FAKE_HINT = "run the model by itself on what example_inputs(2) gives; recording uses fake tensors on the CPU"
 
 
 class _Recorder(Values, TorchFunctionMode):
@@ -161,7 +165,7 @@ class _Recorder(Values, TorchFunctionMode):
             code = type(module).forward.__code__ if module is not None else None
             where = self.location() if code is None else f"{code.co_filename}:{code.co_firstlineno}"
             raise UnrecordableError(
-                f"{where}: random numbers of Python or numpy were drawn in {self.scopes[-1] or 'the model'}, here or "
+                f"{where}: random numbers of Python or numpy were drawn in {self.scopes[-1] or self.root}, here or "
                 f"just before: a program would have the same ones in every step{source_line(where)}",
                 hint="draw them with torch and keep them in tensors (torch.rand, torch.where); or draw in the forward "
                 "of a module of its own, which is then called whole",
@@ -172,7 +176,7 @@ class _Recorder(Values, TorchFunctionMode):
         if self.autocasts.enabled():
             where = self.location()
             raise UnrecordableError(
-                f"{where}: {self.scopes[-1] or 'the model'} computes this under its own torch.autocast, whose casts "
+                f"{where}: {self.scopes[-1] or self.root} computes this under its own torch.autocast, whose casts "
                 f"no program holds{source_line(where)}",
                 hint="take torch.autocast out of the forward and plan with `planner solve --precision bf16-mixed`; or "
                 "keep it in the forward of a module of its own, which is then called whole",
@@ -184,7 +188,7 @@ class _Recorder(Values, TorchFunctionMode):
         with unrecorded():
             self.parameters.check_write(target, where)
         raise UnrecordableError(
-            f"{where}: `.data = ...` in {self.scopes[-1] or 'the model'} gives a tensor other data{source_line(where)}",
+            f"{where}: `.data = ...` in {self.scopes[-1] or self.root} gives a tensor other data{source_line(where)}",
             hint="write in place (tensor.copy_(...), under torch.no_grad()), or go on with a new tensor",
         )
 
@@ -196,7 +200,7 @@ class _Recorder(Values, TorchFunctionMode):
         except ValueError as error:
             where = self.location()
             raise UnrecordableError(
-                f"{where}: `{target}` in {self.scopes[-1] or 'the model'}: {error}{source_line(where)}",
+                f"{where}: `{target}` in {self.scopes[-1] or self.root}: {error}{source_line(where)}",
                 hint="put that code into the forward of a module of its own, which is then called whole",
             ) from None
 
@@ -209,8 +213,8 @@ class _Recorder(Values, TorchFunctionMode):
         said = "has no fake, so only real tensors can go through it" if kind.startswith("Unsupported") else _READS
         said = _READS_RANDOM if random else said
         raise UnrecordableError(
-            f"{where}: `{name}` in {self.scopes[-1] or 'the model'} {said}{source_line(where)}",
-            hint=_RANDOM_HINT if random else _VALUE_HINT,
+            f"{where}: `{name}` in {self.scopes[-1] or self.root} {said}{source_line(where)}",
+            hint=_RANDOM_HINT if random else _LOSS_HINT if self.root == LOSS else _VALUE_HINT,
         ) from error
 
     def _versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
@@ -328,7 +332,7 @@ class _Recorder(Values, TorchFunctionMode):
             self.check_values(name, error)
         except UnrecordableError as reason:
             return reason
-        where = user_line(error)
+        where = user_line(error) or name
         return UnrecordableError(
             f"{where}: fake tensors can't go through a statement in {name}: {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]}{source_line(where)}",
@@ -410,6 +414,7 @@ def record(
         recorder.frames[0] = []
         structure = recorder.encode(output, defining=True)
         asked = {name: recorder.bind(tensor) for name, tensor in targets.items()}
+        recorder.root = LOSS
         scalar = recorder.encode(loss(output), defining=True) if loss is not None else structure
     if recorder.checked:
         drop_unread((calls, recorder.frames[0]), (structure, scalar), recorder.checked)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from planner.errors import CaptureError, PlannerError
-from planner.model_file import ModelFile, user_error
+from planner.model_file import ModelFile, split_arguments, user_error
 
 Loss = Callable[[Any], Any]
 
@@ -103,9 +103,20 @@ def loss(file: ModelFile, target: Any) -> Loss | None:
     return call
 
 
+def model_call(file: ModelFile) -> str:
+    """Return the call of the model with example inputs, as a user writes it."""
+    given, made = example_inputs(file, 2), f"{file.inputs_function}(2)"
+    args, kwargs = split_arguments(given)
+    if isinstance(given, torch.Tensor):
+        return f"model({made})"
+    if args and kwargs:
+        return f"args, kwargs = {made}; model(*args, **kwargs)"
+    return f"model({'**' if kwargs else '*'}{made})"
+
+
 def user_line(error: BaseException) -> str:
-    """Return 'file:line' of the innermost frame of an error that is not torch's."""
-    found = "unknown line"
+    """Return 'file:line' of the innermost frame of an error that is not torch's; nothing where there is none."""
+    found = ""
     trace = error.__traceback__
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename

@@ -21,10 +21,14 @@ from planner.profiler.recording import Call, UnrecordableError, Unsupported, sou
 from planner.program import NodeKind
 
 _THIS_FOLDER = str(Path(__file__).parent)
+LOSS = "loss_fn"
 
 
 class Values:
-    """The values of one forward: `frames` are the calls of the modules that are running, `scopes` their names."""
+    """The values of one forward: `frames` are the calls of the modules that are running, `scopes` their names.
+
+    `root` is what runs where no module of the model does, as an error calls it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -36,7 +40,7 @@ class Values:
         self.values: dict[int, int] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.frames: list[list[Call]] = [[]]
-        self.scopes = [""]
+        self.scopes, self.root = [""], "the model"
         self.constants: list[tuple[str, int, Any]] = []
 
     def bind(self, tensor: torch.Tensor) -> int:
@@ -115,7 +119,7 @@ class Values:
     def _unknown_tensor(self, tensor: torch.Tensor) -> CaptureError:
         shape, where = tuple(tensor.shape), self.location()
         return UnrecordableError(
-            f"{where}: a tensor of shape {shape} in {self.scopes[-1] or 'the model'} was made where "
+            f"{where}: a tensor of shape {shape} in {self.scopes[-1] or self.root} was made where "
             "recording can't see it (outside the model, numpy, a custom autograd function, or C++)"
             f"{source_line(where)}",
             hint="register it as a buffer of the module that reads it (register_buffer), or return it from the forward "

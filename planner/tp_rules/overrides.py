@@ -143,10 +143,12 @@ def restrict(tables: Tables, rules: Sequence[StyleRule]) -> tuple[bool, Choice |
 def _refusal(tables: Tables, rules: Sequence[StyleRule]) -> UsageError:
     """Return the error that names the first rule which can't be followed beside those before it."""
     problem = Problem(tables, gathers=True)
-    for rule in rules:
+    for index, rule in enumerate(rules):
         rule.apply(problem, tables)
         if problem.best(("untidiness", False)) is None:
-            reason = tables.errors.get(rule.weight, "it does not go together with the other rules")
+            others = any(earlier.rule != rule.rule for earlier in rules[:index])
+            alone = "it does not go together with the other rules" if others else "no way to divide the layer has it so"
+            reason = tables.errors.get(rule.weight, alone)
             return UsageError(
                 f"{OPTION} '{rule.rule}': {rule.module!r} can't be {_told(rule.rule.style)} over "
                 f"tp_degree {tables.degree}: {reason}",
