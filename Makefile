@@ -1,5 +1,5 @@
 # make demo: everything, end to end, in a virtual environment of its own
-# make test: lint, type-check and tests; what .ci/run runs
+# make test: lint, type-check and tests on two cores, a file of tests at a time; what .ci/run runs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,7 +26,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
