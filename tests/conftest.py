@@ -6,6 +6,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one; what is piped has a width of its own
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 
 # No deadline: the machine's speed decides no test. The same examples on every run: a failure can be seen again.
