@@ -3,9 +3,10 @@
     python benchmarks/full_size.py [--gpu h100-sxm] [MODEL.py ...]        (default: those of tests/models)
 
 Each runs as `planner profile MODEL.py --gpu h100-sxm --json` in a process of its own with MODEL_SIZE=full; the JSON
-beside a model has the figures expected. FLOPs are those of the batch that the file there states. `user` is the
-processor's time, which a busy machine lengthens less than the wall's. Exit 1 if a figure is wrong, or a model takes
-more than 45 s of the processor (120 s beyond 10^11 parameters) or 3 GB.
+beside a model has the figures expected. FLOPs are those of the batch that the file there states; where layers are left
+out at random (LayerDrop), those of the file are one draw's, and whole layers may be missing in them: they are told.
+`user` is the processor's time, which a busy machine lengthens less than the wall's. Exit 1 if a figure is wrong, or a
+model takes more than 45 s of the processor (120 s beyond 10^11 parameters) or 3 GB.
 """
 
 import argparse
@@ -63,6 +64,19 @@ def stated_rows(known: dict[str, Any]) -> int:
     return int(match[1]) if match else 1
 
 
+def layers_left_out(profile: dict[str, Any], missing: float) -> list[float]:
+    """Return the forward FLOPs of a row in the layers that a draw left out of the stated ones; none where none can be.
+
+    The layers that may be left out cost the same here: a whole number of them is missing, or none.
+    """
+    if not any("left out at random" in note for note in profile["notes"]) or missing <= 0:
+        return []
+    costs = {item["name"]: item["costs"][0] for item in profile["layer_classes"]}
+    common, _ = Counter(layer["layer_class"] for layer in profile["layers"]).most_common(1)[0]
+    one = costs[common]["forward_flops"] / costs[common]["microbatch_size"]
+    return [one] * round(missing / one)
+
+
 def row(model: Path, gpu: str) -> tuple[list[str], bool]:
     """Return the cells of a model's row, and whether all of it is right and within the limits."""
     known = json.loads(model.with_suffix(".json").read_text())
@@ -76,9 +90,12 @@ def row(model: Path, gpu: str) -> tuple[list[str], bool]:
         if done.code:
             reason = next((line for line in done.errors.splitlines() if line.startswith("error")), "failed")
             return [model.stem, reason], False
-        layers = Counter(layer["layer_class"] for layer in json.loads(path.read_text())["layers"])
+        profile = json.loads(path.read_text())
+    layers = Counter(layer["layer_class"] for layer in profile["layers"])
     told, full = json.loads(done.output), known["full"]
-    difference = told["forward_flops"] / full["fwd_flops"] - 1
+    left_out = layers_left_out(profile, (told["forward_flops"] - full["fwd_flops"]) / rows)
+    expected = full["fwd_flops"] + sum(left_out) * rows
+    difference = told["forward_flops"] / expected - 1
     groups = [set(group) for group in told["tied"]]
     ties = len(groups) == full["tied_groups"] and all(any(set(g) <= ours for ours in groups) for g in full["tied"])
     limit_s = LIMIT_LARGE_S if known["param_count"] > LARGE_PARAMETERS else LIMIT_S
@@ -93,7 +110,8 @@ def row(model: Path, gpu: str) -> tuple[list[str], bool]:
         *(model.stem, "yes", str(told["num_layers"]), str(told["num_layer_classes"])),
         *(str(layers.most_common(1)[0][1]), f"{len(groups)}{'' if ties else ' (wrong)'}"),
         *(str(told["param_count"]), str(known["param_count"])),
-        *(f"{told['forward_flops']:.0f}", str(full["fwd_flops"]), f"{difference:+.1e}"),
+        *(f"{told['forward_flops']:.0f}", str(full["fwd_flops"]) + f" + {len(left_out)} layer" * bool(left_out)),
+        f"{difference:+.1e}",
         *(f"{done.wall_s:.1f}", f"{done.user_s:.1f}", f"{done.peak_bytes / 1e6:.0f}", "yes" if right else "NO"),
     ]
     return cells, right

@@ -62,6 +62,18 @@ def qualified_name(name: str) -> str:
     return name
 
 
+def draw_name(name: str) -> str:
+    """Return `name` if it is 'module:function', a function in the file of a module's class; ValueError otherwise.
+
+    The module is '' for the model itself.
+    """
+    module, _, function = name.partition(":")
+    qualified_name(module)
+    if _FRAMES.fullmatch(identifier(function)):
+        raise ValueError(f"a program may not call {function!r}")
+    return name
+
+
 MAX_NAME_LENGTH = 200
 
 

@@ -23,7 +23,7 @@ from planner.arguments import (
     integer,
     leaves,
 )
-from planner.names import ATTRIBUTES, function_name, identifier, method_name, plain_text, qualified_name
+from planner.names import ATTRIBUTES, draw_name, function_name, identifier, method_name, plain_text, qualified_name
 from planner.records import FROM_FILE, Record
 
 Identifier = Annotated[str, AfterValidator(identifier)]
@@ -38,7 +38,7 @@ def _decode_from_file(data: Any, info: ValidationInfo) -> Argument:
 
 
 Encoded = Annotated[Any, BeforeValidator(_decode_from_file), PlainSerializer(encode)]
-NodeKind = Literal["module", "function", "method", "attribute", "getitem", "setitem"]
+NodeKind = Literal["module", "function", "method", "attribute", "getitem", "setitem", "draw"]
 
 
 class Tensor(Record):
@@ -86,6 +86,8 @@ class Node(Record):
 
     `target` is a module's fully qualified name (kind module), a function's dotted name (function), a tensor's method
     or attribute (method, attribute; the tensor is args[0]); getitem is `args[0][args[1]]`, setitem assigns args[2].
+    A draw calls a function of the model's own code that draws with Python's or numpy's generators, and makes a tensor
+    of what it returns: 'layers.3:sample' is the function `sample` in the file of that module's class.
     `result` is the structure of what it returns: `Ref`s to the tensors in it. A node that makes one tensor
     has `result == Ref(name)`; one that makes several names each, and one that returns a value made before (a write in
     place, a cast to the dtype it has) refers to that value: then `name` only identifies the node. `random`: it draws
@@ -118,6 +120,11 @@ class Node(Record):
             return
         if self.kind == "function":
             function_name(self.target)
+            return
+        if self.kind == "draw":
+            draw_name(self.target)
+            if not isinstance(self.result, Ref) or not self.random:
+                raise ValueError(f"node {self.name!r}: a draw is random, and makes one tensor")
             return
         count = {"getitem": 2, "setitem": 3, "method": 1, "attribute": 1}[self.kind]
         fits = len(self.args) >= count if self.kind == "method" else len(self.args) == count

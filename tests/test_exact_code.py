@@ -32,6 +32,8 @@ EXACT = {
     "randomness:shared_noise": (TENSOR, DATA),
     "randomness:stochastic_depth": (TENSOR,),
     "randomness:shuffled": (DATA,),
+    "randomness:spec_augment": (TENSOR, DATA),
+    "randomness:numpy_blocks": (TENSOR, DATA),
     "recurrent:lstm": (DATA,),
     "recurrent:cells": (DATA,),
     "recurrent:state_between_blocks": (TENSOR,),
@@ -122,6 +124,18 @@ def test_dropout_is_reproducible_whole_on_whole_values_and_apart_on_divided_ones
     assert len({tuple(mask) for mask in masks}) == len(masks) == 16, "each rank drops other parts, in every microbatch"
     [other] = pool.run("tests.zoo.dropout_job:train", paths[:1], 8, num_processes=4, timeout_s=120)[0]
     assert other["loss"] != once["loss"]
+
+
+def test_a_function_that_draws_with_numpy_is_called_by_the_plan() -> None:
+    text = emit(even_plan(profiled("randomness:spec_augment"), pp_degree=2), profiled("randomness:spec_augment"))
+    assert 'spans = self.draw_numbers(":spans", (batch, 4), fraction=0.5)' in text
+    assert "spans.to(dtype=torch.bool, device=self.device, copy=True)" in text or "device=self.device" in text
+
+
+def test_drawn_numbers_that_other_code_looks_at_are_refused_with_the_line() -> None:
+    with pytest.raises(CaptureError, match="random numbers of Python or numpy were drawn") as caught:
+        profiled("randomness:spans_used_otherwise")
+    assert caught.value.message.startswith(line_of("randomness", "# inverted"))
 
 
 def test_verify_tells_what_it_did_with_random_numbers(pool: WorkerPool, tmp_path: Path) -> None:

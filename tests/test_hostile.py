@@ -82,6 +82,8 @@ CODE: dict[str, Callable[[dict[str, Any]], object]] = {
     "module, own": lambda data: node(data, "module").update(target=""),
     "method": lambda data: node(data, "method").update(target="numpy"),
     "method of a text": lambda data: node(data, "method").update(args={"tuple": ["{0.a}"]}),
+    "draw": lambda data: node(data).update(kind="draw", target=":__import__", random=True),
+    "draw, no file": lambda data: node(data).update(kind="draw", target="x:os.system", random=True),
     "attribute": lambda data: node(data, "method").update(kind="attribute", target="__class__"),
 }
 

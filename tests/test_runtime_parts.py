@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,11 +16,13 @@ from planner.emitter import runtime
 from planner.emitter.runtime.checks import PlanError, model_hash
 from planner.emitter.runtime.communication import _join, _shard
 from planner.emitter.runtime.executor import stage_actions
+from planner.emitter.runtime.generators import _drawing_function, _seeded_generators
 from planner.emitter.runtime.stage import Output, PlanStage, Value, _map_tensors, layers
 from planner.emitter.source import helper_section
 from planner.model_file import model_hash as profiled_hash
 from planner.plan import SCHEDULES
 from planner.schedule import stage_actions as planned_actions
+from tests.zoo.randomness import SpecAugment, spans
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -35,6 +39,27 @@ def test_hash_is_the_profilers() -> None:
     model.append(model[0])
     assert model_hash(model) == profiled_hash(model)
     assert model_hash(nn.Sequential(nn.Linear(2, 4))) != model_hash(nn.Sequential(nn.Linear(2, 3)))
+
+
+def test_only_functions_in_the_file_of_a_models_own_class_are_called() -> None:
+    model = nn.Sequential(SpecAugment())
+    assert _drawing_function(model, "0:spans") is spans
+    for name in (":spans", "0:np", "0:random", "0:SpecAugment", "0:missing", "0:boolean_dispatch"):
+        with pytest.raises(PlanError, match="which draws random numbers"):
+            _drawing_function(model, name)
+
+
+def test_generators_of_python_and_numpy_follow_torchs() -> None:
+    def draw() -> tuple[float, float]:
+        with _seeded_generators():
+            return random.random(), float(np.random.rand())
+
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    torch.manual_seed(5)
+    first, second = draw(), draw()
+    torch.manual_seed(5)
+    assert first == draw() != second
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_helper_section_needs_torch_and_nothing_else() -> None:

@@ -157,6 +157,8 @@ def stage_code(
         yield f"{pad}updated_buffers = {name_tuple(stage.updated_buffers)}"
     if stage.called_whole:
         yield f"{pad}called_whole = {name_tuple(stage.called_whole)}"
+    if stage.draws:
+        yield f"{pad}draws = {name_tuple(stage.draws)}"
     if not stage.loss_is_known:
         yield f"{pad}loss_is_known = False"
     yield f"{pad}inputs = {name_tuple(stage.inputs)}"

@@ -130,6 +130,9 @@ class Renderer:
         match node.kind:
             case "module":
                 return f"{self.module(node.target)}({everything})"
+            case "draw":
+                name = f'"{node.target}"'
+                return f"self.draw_numbers({', '.join([name, *arguments, *keywords])})"
             case "attribute":
                 return f"{arguments[0]}.{node.target}"
             case "getitem":

@@ -46,6 +46,7 @@ class StageCode:
     parameters: tuple[str, ...]
     updated_buffers: tuple[str, ...]
     called_whole: tuple[str, ...]
+    draws: tuple[str, ...]
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
     is_last: bool
@@ -212,6 +213,7 @@ def _stage_code(
         parameters=parameters,
         updated_buffers=tuple(name for name in profile.updated_buffers if name in parameters or name.startswith(held)),
         called_whole=tuple(name for name in profile.called_whole if name in modules or name.startswith(held)),
+        draws=tuple(dict.fromkeys(node.target for node in nodes if node.kind == "draw")),
         receives=receives,
         sends=sends,
         is_last=is_last,

@@ -22,6 +22,7 @@ from planner.errors import CaptureError, PlannerError
 from planner.model_file import ModelFile, gpu_hint, model_hash, split_arguments
 from planner.profiler import user_code as user
 from planner.profiler.blocks import find_blocks
+from planner.profiler.drawn import Drawn
 from planner.profiler.fake import make_fake
 from planner.profiler.hidden import open_escaping
 from planner.profiler.merging import (
@@ -40,7 +41,7 @@ from planner.profiler.meta_build import build_meta
 from planner.profiler.parameters import check_initialized
 from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import record
-from planner.profiler.recording import Call, Recording, Unsupported
+from planner.profiler.recording import Call, DrewError, Recording, Unsupported
 from planner.profiler.skips import HINT, has_skips, insert_choices, skip_notes, without_skipped
 from planner.profiler.state import Attributes, attributes_of, changed_since, set_state, state_of
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
@@ -126,9 +127,32 @@ def _record_once(
     """
     with _attributes_kept(meta), emptied_caches(meta) as empty_caches:
         before = attributes_of(meta)
-        options = {"training": training, "all_floats": all_floats, "takes_unlikely": takes_unlikely}
-        recording = _record(file, meta, rows, dtype, empty_caches, state or {}, **options)
-        return replace(recording, kept=changed_since(meta, before))
+
+        def run(drawing: tuple[str, ...]) -> Recording:
+            options = {"training": training, "all_floats": all_floats, "takes_unlikely": takes_unlikely}
+            return _record(file, meta, rows, dtype, empty_caches, state or {}, drawing, **options)
+
+        return replace(_with_draws(run), kept=changed_since(meta, before))
+
+
+def _with_draws(run: Callable[[tuple[str, ...]], Recording]) -> Recording:
+    """Return a recording; where code draws with Python's or numpy's generators, one with its functions as draws."""
+    first: CaptureError | None = None
+    drawing: tuple[str, ...] = ()
+    while True:
+        try:
+            return run(drawing)
+        except CaptureError as error:
+            first = first or error
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, DrewError):
+                cause = cause.__cause__
+            more = () if cause is None else tuple(name for name in cause.functions if name not in drawing)
+            if not more and (cause is not None or Drawn.__name__ in error.message):  # what was drawn is used otherwise
+                raise first from first.__cause__
+            if not more:
+                raise
+            drawing += more
 
 
 def _record(
@@ -138,6 +162,7 @@ def _record(
     dtype: torch.dtype | None,
     empty_caches: Callable[[], None],
     state: Attributes,
+    drawing: tuple[str, ...],
     *,
     training: bool,
     all_floats: bool,
@@ -180,6 +205,7 @@ def _record(
                 begin,
                 empty_caches=empty_caches,
                 takes_unlikely=takes_unlikely,
+                drawing=drawing,
             )
     except PlannerError:
         raise

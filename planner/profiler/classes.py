@@ -58,7 +58,7 @@ def open_class(capture: Capture, call: Call) -> OpenedClass:
     if hidden_inputs(call):  # parameters of other modules that reach it by another way than its arguments
         return OpenedClass(None, (), {"": ModuleInfo(kind="opaque", parameters=shapes)}, shapes)
     calls = open_calls([call])
-    if any(inner.opaque and inner.kind != "module" for inner in calls):
+    if any(inner.kind == "draw" or (inner.opaque and inner.kind != "module") for inner in calls):
         return OpenedClass(None, (), {"": ModuleInfo(kind="opaque", parameters=shapes)}, shapes)
     signature = _signature(call, module)
     inputs = _input_names(signature)

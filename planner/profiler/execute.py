@@ -15,6 +15,7 @@ from planner.arguments import Fields, Ref, leaves
 from planner.errors import ProfileError
 from planner.profiler.arguments import Environment, bind, fill, find_function, resolve
 from planner.profiler.arguments import Target as Target  # what `run_derived` is called with
+from planner.profiler.torch_internals import FakeTensor
 from planner.program import Node, Program
 
 Step = Callable[[Environment], None]
@@ -37,6 +38,11 @@ def _callable(node: Node, module_call: Callable[[str], nn.Module]) -> Callable[.
             return operator.getitem
         case "setitem":
             return _set_item
+        case "draw":
+            raise ProfileError(
+                f"{node.target} draws random numbers, and can't be run by itself",
+                hint="report this as a bug, with the model",
+            )
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -47,6 +53,10 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _set_item(owner: Any, index: Any, value: Any) -> Any:
+    if isinstance(owner, FakeTensor) and isinstance(index, torch.Tensor) and index.dtype == torch.bool:
+        rest = owner.dim() - index.dim()
+        if not isinstance(value, torch.Tensor) or value.dim() <= rest:  # backward would count the mask's true elements
+            return owner.copy_(torch.where(index.reshape(*index.shape, *[1] * rest), value, owner))
     owner[index] = value
     return owner
 

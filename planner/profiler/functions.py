@@ -98,6 +98,10 @@ class PythonRandom:
         before, self._state = self._state, self._now()
         return before != self._state
 
+    def spoil(self) -> None:
+        """Let `drew` tell that numbers were drawn."""
+        self._state = ()
+
     @staticmethod
     def _now() -> tuple[Any, ...]:
         numpy = sys.modules.get("numpy")

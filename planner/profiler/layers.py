@@ -161,7 +161,7 @@ def _base_name(call: Call) -> str:
         return "_".join([*parts[-1:], *digits]) or "output"
     if call.kind == "getitem":
         return "item"
-    return call.target.rpartition(".")[2].strip("_") or call.kind
+    return re.split(r"[.:]", call.target)[-1].strip("_") or call.kind
 
 
 def input_only_values(program: Program, model: nn.Module, whole: Container[str] = ()) -> frozenset[str]:

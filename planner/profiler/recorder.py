@@ -5,6 +5,7 @@ and a `TorchFunctionMode` sees every call of a torch function or tensor method o
 module's call holds the calls of its own forward in `body`, so that it can be kept as one call or opened.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +20,10 @@ from planner.names import function_name, method_name
 from planner.profiler.autocast import Autocasts
 from planner.profiler.buffers import Buffers
 from planner.profiler.conversions import converted_modules
+from planner.profiler.drawn import Drawn, conversion, drawing_functions, tensor_of, watched
 from planner.profiler.functions import OPAQUE_FUNCTION, Draws, PythonRandom, Run, seen_functions
 from planner.profiler.parameters import Parameters
-from planner.profiler.recording import Call, Recording, UnrecordableError, Unsupported, is_leaf, source_line
+from planner.profiler.recording import Call, DrewError, Recording, UnrecordableError, Unsupported, is_leaf, source_line
 from planner.profiler.targets import target_of
 from planner.profiler.torch_internals import LOSS_MODULE, unrecorded
 from planner.profiler.user_code import user_line
@@ -68,7 +70,7 @@ _FAKE_HINT = "run the model by itself on what example_inputs(2) gives; recording
 class _Recorder(Values, TorchFunctionMode):
     def __init__(self, model: nn.Module, whole: WholeRuns, empty_caches: Callable[[], None]) -> None:
         super().__init__(model)
-        self.whole = whole
+        self.model, self.whole = model, whole
         self.empty_caches = empty_caches
         self.buffers, self.parameters = Buffers(model), Parameters(model)
         self.in_leaf = False
@@ -88,6 +90,8 @@ class _Recorder(Values, TorchFunctionMode):
             return func(*args, **kwargs)
         self.check_random()
         name = getattr(func, "__name__", str(func))
+        if any(isinstance(item, Drawn) for item in (*args, *kwargs.values())):
+            return self._make_drawn(func, args, kwargs)
         if name == "__set__" and func.__self__ is torch.Tensor.data:
             self.check_data(args[0])
         if name == "__bool__" and id(args[0]) in self.chances:
@@ -137,6 +141,25 @@ class _Recorder(Values, TorchFunctionMode):
         self._note_chance(call, name, args, result)
         return result
 
+    def begin_draw(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Return the call of a function that draws random numbers; None where nothing is recorded."""
+        if self.in_leaf:
+            return None
+        self.check_random()
+        return self.add("draw", target, args, kwargs)
+
+    def _make_drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the tensor made of what a function drew: the call of that function becomes part of the program."""
+        options = conversion(func, args, kwargs)
+        if options is None:
+            self.python_random.spoil()
+            self.check_random()
+        [drawn] = args
+        if drawn.tensor is None:
+            drawn.call.random, drawn.call.result = True, self.encode(tensor_of(drawn), defining=True)
+            self.frames[-1].append(drawn.call)
+        return self.__torch_function__(torch.Tensor.to, (), (tensor_of(drawn),), options)
+
     def _note_chance(self, call: Call, name: str, args: Any, result: Any) -> None:
         """Keep which tensors are one uniform random number, and with which probability a comparison of one is true."""
         if name == "rand" and isinstance(result, torch.Tensor) and result.dim() == 0:
@@ -164,11 +187,14 @@ class _Recorder(Values, TorchFunctionMode):
         if self.python_random.drew():
             code = type(module).forward.__code__ if module is not None else None
             where = self.location() if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-            raise UnrecordableError(
-                f"{where}: random numbers of Python or numpy were drawn in {self.scopes[-1] or self.root}, here or "
+            scope = self.scopes[-1]
+            owner = self.model.get_submodule(scope)
+            raise DrewError(
+                f"{where}: random numbers of Python or numpy were drawn in {scope or self.root}, here or "
                 f"just before: a program would have the same ones in every step{source_line(where)}",
                 hint="draw them with torch and keep them in tensors (torch.rand, torch.where); or draw in the forward "
                 "of a module of its own, which is then called whole",
+                functions=tuple(f"{scope}:{name}" for name in drawing_functions(sys._getframe(), owner)),
             )
 
     def check_autocast(self) -> None:
@@ -390,20 +416,23 @@ def record(
     *,
     empty_caches: Callable[[], None] = lambda: None,
     takes_unlikely: bool = False,
+    drawing: tuple[str, ...] = (),
 ) -> Recording:
     """Return the recording of `model(*args, **kwargs)` and of `loss(output)`.
 
     `inputs` names the tensors among the arguments, `targets` those that the loss reads beside the output. Call it under
     the fake-tensor mode that the tensors belong to. `whole` runs modules whose code looks at values, `begin` is called
     first, `empty_caches` where the code of a module begins. Where Python decides by a uniform random number what runs,
-    the likelier way is taken, or with `takes_unlikely` the other one.
+    the likelier way is taken, or with `takes_unlikely` the other one. `drawing` are the functions of the model's code
+    ('module:function') whose random numbers become draws.
     """
     recorder = _Recorder(model, whole, empty_caches)
     recorder.takes_unlikely = takes_unlikely
     named = {name: recorder.bind(tensor) for name, tensor in inputs.items()}
     hooks = (_patched_module_call(recorder), seen_functions(recorder.call_function), converted_modules(recorder.rename))
     kept = recorder.parameters.kept(recorder.location)
-    with recorder.draws, recorder.autocasts.seen(), hooks[0], hooks[1], hooks[2], kept, recorder:
+    drawn = watched(model, drawing, recorder.python_random, recorder.begin_draw)
+    with recorder.draws, recorder.autocasts.seen(), hooks[0], hooks[1], hooks[2], kept, drawn, recorder:
         with unrecorded():
             begin()
         output = model(*args, **kwargs)

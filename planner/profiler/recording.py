@@ -75,6 +75,14 @@ class UnrecordableError(CaptureError):
     """A statement that no program can hold; the module that it stands in may be called whole."""
 
 
+class DrewError(UnrecordableError):
+    """Random numbers that are not torch's; `functions` ('module:function') are those of which one may have drawn."""
+
+    def __init__(self, message: str, *, hint: str, functions: tuple[str, ...]) -> None:
+        super().__init__(message, hint=hint)
+        self.functions = functions
+
+
 class Unsupported:
     """Stands for an argument that no program can hold; an error only if the call that has it is emitted."""
 

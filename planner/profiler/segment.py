@@ -95,7 +95,7 @@ class SegmentRunner:
         self.target = target
         self.fake_mode = fake_mode
         self.results = tuple(results)
-        self._nodes = tuple(nodes)
+        self._nodes = tuple(node for node in nodes if node.kind != "draw")  # whose results count as given
         self._alias = False
         self._dead = last_reads(self._nodes, self.results)
         reads = outside_reads(self._nodes)

@@ -1,11 +1,16 @@
 """Random numbers for an exact comparison: the same for the same call in every process, whatever was drawn before."""
 
+import functools
 import zlib
+from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.own_functions import Function, own_function, replaced
 
 _SEED = 4177
 # Operators that draw every element alike, from their other arguments: one row of such numbers stands for all rows.
@@ -47,3 +52,28 @@ def _fill(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return func(*args, **kwargs)
     row = func(*args[:position], [1, *size[1:]], *args[position + 1 :], **kwargs)
     return row.expand(size).clone()
+
+
+def draws_like(plan: ModuleType, model: nn.Module) -> AbstractContextManager[None]:
+    """Let the model draw with Python's and numpy's generators as a plan does: seeded anew for each call.
+
+    What the plan calls whole is changed for good, functions of the model's code inside the context.
+    """
+    stages = getattr(plan, "STAGES", ())
+    for name in {name for stage in stages for name in getattr(stage, "called_whole", ())}:
+        plan._seed_calls(model.get_submodule(name))
+    changes = []
+    for draw in {name for stage in stages for name in getattr(stage, "draws", ())}:
+        owner, _, name = draw.partition(":")
+        if (found := own_function(model.get_submodule(owner), name)) is not None:
+            changes.append((found[0], name, _seeded(plan, found[1])))
+    return replaced(changes)
+
+
+def _seeded(plan: ModuleType, function: Function) -> Function:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with plan._seeded_generators():
+            return function(*args, **kwargs)
+
+    return call

@@ -26,7 +26,7 @@ from planner.errors import PlannerError, VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
 from planner.runner.batches import Batch, make_batches
 from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
-from planner.runner.draws import MatchedDraws
+from planner.runner.draws import MatchedDraws, draws_like
 from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Outcome, Reference
 from planner.runner.rank import RankContext
 from planner.runner.stand_in import NOT_PROVED, own_loss, with_loss
@@ -78,6 +78,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     count = job.global_batch_size // job.microbatch_size
     with exact_arithmetic() as mode, ExitStack() as stack:
         model, dropped = build_exact(model_file)
+        stack.enter_context(draws_like(import_plan(job.plan_path), model))
         if told.coupled and _rows_are_apart(model, model_file, job):
             told = replace(told, coupled=())
         batches = _batches(model, model_file, job, told, not_proved)

@@ -1,7 +1,9 @@
 """Models that draw random numbers: dropout, noise, random depth and random order."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -135,6 +137,66 @@ class Dropout(nn.Module):
         return x
 
 
+def spans(shape: tuple[int, int], fraction: float) -> Any:
+    """Return which positions of each row are masked, as an array: the way of speech models."""
+    mask = np.zeros(shape, dtype=bool)
+    for row in mask:
+        row[np.random.choice(shape[1], int(fraction * shape[1] + np.random.rand()), replace=False)] = True
+    return mask
+
+
+class SpecAugment(nn.Module):
+    """Masks drawn with numpy between the layers, by a function of the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.masked = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH))
+        self.blocks = nn.ModuleList(DropBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            mask = torch.tensor(spans((x.shape[0], x.shape[1]), fraction=0.5), device=x.device, dtype=torch.bool)
+            x[mask] = self.masked.to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class NumpyNoise(nn.Module):
+    """A block that draws with numpy itself, and is called whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.tensor(np.random.standard_normal(tuple(x.shape)), device=x.device, dtype=x.dtype)
+        return x + torch.tanh(self.linear(x + noise)) * random.random()
+
+
+class NumpyBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NumpyNoise() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SpansUsedOtherwise(SpecAugment):
+    """What was drawn is looked at by other code than what makes a tensor of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = spans((x.shape[0], x.shape[1]), fraction=0.5)
+        return self.first(x) * torch.tensor(~drawn, device=x.device)[..., None]  # inverted
+
+
+build_spec_augment = SpecAugment
+build_numpy_blocks = NumpyBlocks
+build_spans_used_otherwise = SpansUsedOtherwise
 build_shared_noise = SharedNoise
 build_stochastic_depth = StochasticDepth
 build_shuffled = Shuffled

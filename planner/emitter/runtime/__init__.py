@@ -9,6 +9,7 @@ FILES = (
     "communication",
     "tensor_parallel",
     "buffers",
+    "generators",
     "stage",
     "build",
     "data_parallel",

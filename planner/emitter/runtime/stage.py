@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.emitter.runtime.buffers import _note_updated, _renew_buffers, _Replay
 from planner.emitter.runtime.checks import PlanError
 from planner.emitter.runtime.communication import _Alias, _apply
+from planner.emitter.runtime.generators import _drawing_function, _seed_calls, _seeded_generators
 from planner.emitter.runtime.tensor_parallel import TensorParallel
 
 
@@ -90,9 +91,9 @@ class PlanStage(nn.Module):
 
     Its forward takes the model's inputs `inputs` and the values it `receives` by name, and returns the tuple of values
     it `sends`, the last stage the model's output. `updated_buffers` change in every forward. The modules `called_whole`
-    look at values: which of their parameters get a gradient depends on the data. `units` are repeated layers whose
-    parameters are gathered together.
-
+    look at values: which of their parameters get a gradient depends on the data. `draws` are functions of the model's
+    code that draw with Python's or numpy's generators. `units` are repeated layers whose parameters are gathered
+    together.
 
     What a loss divides by is counted over the whole step: `count_microbatch` takes the inputs `count_inputs` and the
     target, and returns the `step_counts`, each with how it adds up, "sum" or "mean". Forward gets those in
@@ -103,6 +104,7 @@ class PlanStage(nn.Module):
     parameter_names: ClassVar[tuple[str, ...]] = ()
     updated_buffers: ClassVar[tuple[str, ...]] = ()
     called_whole: ClassVar[tuple[str, ...]] = ()
+    draws: ClassVar[tuple[str, ...]] = ()
     loss_is_known: ClassVar[bool] = True  # the plan was made for the loss, which was recorded
     inputs: ClassVar[tuple[str, ...]] = ()
     receives: ClassVar[tuple[Value, ...]] = ()
@@ -131,6 +133,9 @@ class PlanStage(nn.Module):
             else:
                 persistent = attribute not in owner._non_persistent_buffers_set
                 parent.register_buffer(attribute, owner._buffers[attribute], persistent=persistent)
+        self._drawing = {name: _drawing_function(model, name) for name in self.draws}
+        for name in self.called_whole:
+            _seed_calls(self.get_submodule(name))
         _note_updated(self, self.updated_buffers)
         if self.updated_buffers:
             self.register_forward_pre_hook(lambda stage, args: _renew_buffers(stage) and None)
@@ -138,6 +143,11 @@ class PlanStage(nn.Module):
         # adds its own hooks around, because they return views, on which an in-place operation loses those hooks.
         self.register_forward_hook(lambda stage, args, output: _map_tensors(_own, output))
         self.register_forward_pre_hook(lambda stage, args, kw: (args, _map_tensors(_own, kw)), with_kwargs=True)
+
+    def draw_numbers(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Return, as a tensor, what one of the functions `draws` returns."""
+        with _seeded_generators():
+            return torch.as_tensor(self._drawing[name](*args, **kwargs))
 
     def count_microbatch(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Return what a microbatch counts, from its inputs and target."""
