@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.emitter import emit, write_plan
-from planner.errors import ProfileError
+from planner.errors import CaptureError, ProfileError
 from planner.model_file import load_model_file
 from planner.profiler import pricing, profile_model
 from planner.profiler.capture import capture
@@ -38,7 +38,13 @@ def test_checks_of_values_are_told_and_computed_by_no_plan() -> None:
     assert any("builtins.object" in note for note in captured.notes)
 
 
-@pytest.mark.parametrize("name", ["plain_tensors", "checked", "first_has_more"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain_tensors", "checked", "first_has_more"),
+        *("numbers_of_numpy", "masked_encoder", "complex_product"),
+    ],
+)
 def test_is_exact(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     profile = profile_model(
         f"{ZOO}:build_{name}",
@@ -118,3 +124,8 @@ def test_what_a_layer_keeps_and_the_model_resets_is_named(tmp_path: Path) -> Non
         profile_model(str(tmp_path / "model.py"), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1, 2))
     assert "'layers.0' goes back through its run before" in caught.value.message
     assert "'layers.0.level'" in caught.value.message
+
+
+def test_a_number_of_results_that_follows_the_rows_is_told() -> None:
+    with pytest.raises(CaptureError, match=r"the number of values \(2 or 3\) of `unbind` differs between batches"):
+        capture(load_model_file(f"{ZOO}:build_row_by_row", inputs="inputs_row_by_row"))

@@ -35,6 +35,9 @@ class Buffers:
             old = self._held.get((id(module), key))
             if old is None or new is old:
                 continue
+            if new is not None and _is_same(old, new):  # moved to where it was: `self.table = self.table.to(device)`
+                module._buffers[key] = old
+                continue
             where = f"{name}.{key}" if name else key
             if new is None or new.shape != old.shape or new.dtype != old.dtype:
                 before, after = _shown(old), "None" if new is None else _shown(new)
@@ -69,6 +72,12 @@ class Buffers:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _is_same(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of all of another one, in its order."""
+    layouts = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (old, new)]
+    return layouts[0] == layouts[1] and _storage(old) == _storage(new) and not new.requires_grad
 
 
 def _shown(tensor: torch.Tensor) -> str:

@@ -314,6 +314,8 @@ def _check_decisions(file: ModelFile, meta: nn.Module, dtype: torch.dtype | None
     other = _record_once(file, meta, ROWS[0], dtype, training=True, all_floats=False, takes_unlikely=True)
     try:
         merge(without_skipped(base), other, same_leaf)
+    except CaptureError as error:
+        raise CaptureError(f"{base.decisions[0]}: {error.message}", hint=error.hint) from None
     except StructureDiffersError as error:
         raise CaptureError(
             f"{base.decisions[0]}: a random number decides in Python what runs, and it decides about more than leaving "

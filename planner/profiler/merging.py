@@ -202,4 +202,7 @@ def _walk(base: Any, other: Any, change: Leaf) -> Any:
             case slice():
                 items = zip((base.start, base.stop, base.step), (other.start, other.stop, other.step), strict=True)
                 return slice(*(_walk(a, b, change) for a, b in items))
+        if isinstance(base, tuple | list):
+            counts = f"the number of values ({len(base)} or {len(other)})"
+            raise StructureDiffersError(counts, "")
     return change(base, other)

@@ -44,8 +44,8 @@ def build_meta(build: Callable[[], nn.Module]) -> nn.Module:
         with _parameters_on_meta(), mode:
             model = build()
     except Exception as error:
-        if not mode.missed and "meta" not in str(error):
-            raise
+        if not (mode.missed or "meta" in str(error) or isinstance(error, RuntimeError)):
+            raise  # else tensors without values may be the cause: `weight.data = values` needs one device, say
         model = _build_for_real(build, error)
     if isinstance(model, nn.Module):
         _move_parameters(model)

@@ -3,12 +3,12 @@
 Only the layer at hand is on the device, so one device profiles a model that does not fit it.
 """
 
-import copy
 import math
 
 import torch
 from torch import nn
 
+from planner.profiler.copies import copy_module
 from planner.profiler.fake import model_dtype
 from planner.profiler.plain_tensors import find_tensor
 from planner.profiler.torch_internals import FakeTensorMode, unset_fake_temporarily
@@ -154,7 +154,7 @@ class ModuleSource:
 def _copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module; tensors that it computed and keeps (an older weight_norm's) lose their history."""
     values = (value for inner in module.modules() for value in vars(inner).values() if isinstance(value, torch.Tensor))
-    return copy.deepcopy(module, {id(value): value.detach() for value in values if not value.is_leaf})
+    return copy_module(module, {id(value): value.detach() for value in values if not value.is_leaf})
 
 
 def _local(param: torch.Tensor, division: ShardedParameter, degree: int) -> torch.Tensor:

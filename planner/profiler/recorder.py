@@ -48,6 +48,7 @@ _IN_PLACE_DUNDERS = {
     "__ixor__",
     "__ifloordiv__",
 }
+_FROM_DATA = {"tensor", "as_tensor", "asarray", "new_tensor"}
 _READS = "reads the value of a tensor: the code after it depends on the data, so no fixed program computes it"
 
 
@@ -110,9 +111,13 @@ class _Recorder(Values, TorchFunctionMode):
         if kind == "skip":
             return result
         self.check_autocast()
+        if target == "new" and all(isinstance(item, int | torch.Size) for item in args[1:]):
+            target = "new_empty"  # of which it is the older name
         self.check_name(kind, target)
         known = {id(item) for item in flatten((args, kwargs)) if isinstance(item, torch.Tensor)}
         call = self.add(kind, target, tuple(args), kwargs)
+        if name in _FROM_DATA and any(type(item).__module__ == "numpy" for item in args[:2]):
+            call.kwargs.setdefault("dtype", self.encode(result.dtype))  # numpy's, which lists don't tell
         call.random = self.draws.count > drawn
         call.in_place = (
             name in _IN_PLACE_DUNDERS

@@ -82,6 +82,8 @@ class PricedOperators(LiveBytes):  # type: ignore[no-untyped-call]
         if kind.free:
             return result
         flops = count_flops(func, args, kwargs, result)
+        if flops and _multiplied(args).is_complex:  # four products of real parts, and their sums
+            flops *= 4
         moved = kind.bytes_moved(args, kwargs, result)
         if not moved and not flops:  # of nothing: no kernel
             return result
@@ -100,7 +102,9 @@ class PricedOperators(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _flop_time(self, func: Any, args: tuple[Any, ...]) -> float:
         """Return seconds per FLOP for the dtype of the matrices that an operator multiplies."""
-        dtype = next(item.dtype for item in args if isinstance(item, torch.Tensor) and item.is_floating_point())
+        dtype = _multiplied(args)
+        if dtype.is_complex:  # computed in real parts
+            dtype = dtype.to_real()
         if dtype not in self._seconds_per_flop:
             name = str(dtype).removeprefix("torch.")
             peak = self.gpu.peak_flops.get(name)
@@ -112,6 +116,12 @@ class PricedOperators(LiveBytes):  # type: ignore[no-untyped-call]
                 )
             self._seconds_per_flop[dtype] = 1 / (peak * self.gpu.matmul_efficiency)
         return self._seconds_per_flop[dtype]
+
+
+def _multiplied(args: tuple[Any, ...]) -> torch.dtype:
+    """Return the dtype of the matrices that an operator multiplies."""
+    dtypes = [item.dtype for item in args if isinstance(item, torch.Tensor)]
+    return next((dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), dtypes[0])
 
 
 class _Kind:

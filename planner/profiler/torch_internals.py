@@ -84,5 +84,20 @@ def _grouped_product(
     return left.new_empty(shape, dtype=out_dtype)
 
 
+_detect_is_causal_mask = nn.modules.transformer._detect_is_causal_mask
+
+
+def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Return the hint that `nn.TransformerEncoder` gives its layers, whose mask they get too.
+
+    torch finds it out from the values of the mask, which a fake tensor does not have; without the hint, attention
+    takes the mask as it is, and computes the same.
+    """
+    if isinstance(mask, FakeTensor):
+        return is_causal is True
+    return _detect_is_causal_mask(mask, is_causal, size)
+
+
 if torch.__version__.split(".")[:2] == TESTED_TORCH.split("."):  # another version is refused by `check_torch`
     fake_impls.register_op_impl(torch.ops.aten._grouped_mm.default)(_grouped_product)
+    nn.modules.transformer._detect_is_causal_mask = _is_causal

@@ -16,7 +16,7 @@ from torch import nn
 
 from planner.arguments import Constant, Device, Dtype, Fields, ParamRef, Ref
 from planner.errors import CaptureError
-from planner.profiler.plain_tensors import plain_tensors, spelled_out
+from planner.profiler.plain_tensors import MAX_SPELLED_OUT, plain_tensors, spelled_out
 from planner.profiler.recording import Call, UnrecordableError, Unsupported, source_line
 from planner.program import NodeKind
 
@@ -93,10 +93,12 @@ class Values:
                 return Device()
             case torch.memory_format() | torch.layout():
                 return Constant(str(value).removeprefix("torch."))
-            case None | bool() | int() | float() | complex() | str():
-                return value
+            case None | bool() | int() | float() | complex() | str() if type(value).__module__ != "numpy":
+                return as_python(value)
         if value is Ellipsis:
             return value
+        if (plain := as_python(value)) is not value:
+            return plain
         if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
             names = value.__dataclass_fields__
             return Fields(tuple((name, self.encode(getattr(value, name), defining=defining)) for name in names))
@@ -145,6 +147,20 @@ class Values:
             no_grad=not torch.is_grad_enabled(),
             location=self.location() if kind != "module" else "",
         )
+
+
+def as_python(value: Any) -> Any:
+    """Return a number or text of a kind of its own (numpy's, an enumeration's) as Python's; anything else as it is.
+
+    An array of numpy's is nested lists, as long as a program may hold it.
+    """
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        size, kind = getattr(value, "size", 0), getattr(getattr(value, "dtype", None), "kind", "")
+        return value.tolist() if 0 < size <= MAX_SPELLED_OUT and kind in "biufcU" else value
+    kinds: tuple[type, ...] = (bool, int, float, complex)
+    if isinstance(value, str):
+        return str.__str__(value)
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
 
 def names_by_id(named: Iterable[tuple[str, Any]]) -> dict[int, list[str]]:

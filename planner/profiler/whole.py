@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.profiler.copies import copy_module
 from planner.profiler.torch_internals import FakeTensor, unset_fake_temporarily
 
 _WEIGHT_STD = 0.02
@@ -96,7 +97,7 @@ class WholeRuns:
             for value in vars(inner).values():
                 if isinstance(value, FakeTensor):
                     memo[id(value)] = None
-        return copy.deepcopy(module, memo)
+        return copy_module(module, memo)
 
     def _real(self, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         original = self._originals.get(id(tensor))

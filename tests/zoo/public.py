@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -170,3 +171,123 @@ build_first_has_more = FirstHasMore
 inputs_first_has_more = ids
 build_checked = Checked
 inputs_checked = masked
+
+
+class Closure(nn.Module):
+    """A block whose MLP is a function kept as an attribute, which reads its parts where it was defined (minGPT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.parts = nn.ModuleDict({"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})
+        parts, steps = self.parts, [self.norm]
+        self.mlp = lambda x: parts.down(torch.tanh(parts.up(steps[0](x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class NumbersOfNumpy(nn.Module):
+    """Numpy's numbers and arrays among arguments; a buffer that is moved to where it is; `.new` and `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.stem.weight.data = torch.tensor(np.random.default_rng(0).normal(0.0, 0.2, (WIDTH, WIDTH)).astype("f4"))
+        self.register_buffer("table", torch.linspace(0, 1, 4 * WIDTH).view(4, WIDTH))
+        self.blocks = nn.ModuleList(Closure() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.order = np.array([3, 1, 2, 0])
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        self.table = self.table.to(x.device)
+        x = self.stem(x) * np.sqrt(WIDTH) + self.table[ids % np.int64(4)] + x.new_tensor(np.ones(WIDTH))
+        x = torch.cat([x, x.data.new(x.size(0), WIDTH).zero_() * torch.tensor(np.float64(2.0))], -1)[:, :WIDTH]
+        for block in self.blocks:
+            x = block(x)[:, np.arange(WIDTH)]
+        out: Tensor = self.head(x).view(-1, 4, WIDTH // 4)[:, self.order]
+        return out
+
+
+build_numbers_of_numpy = NumbersOfNumpy
+
+
+def inputs_numbers_of_numpy(batch_size: int) -> tuple[Tensor, Tensor]:
+    """Return rows and integers."""
+    return torch.randn(batch_size, WIDTH), torch.arange(batch_size)
+
+
+class MaskedEncoder(nn.Module):
+    """`nn.TransformerEncoder` with a mask that forward computes and keeps, whose values torch's own code asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or self.mask.size(0) != x.size(1):
+            self.mask = torch.log(torch.tril(torch.ones(x.size(1), x.size(1)))).to(x.device)
+        out: Tensor = self.head(self.encoder(x, mask=self.mask))
+        return out
+
+
+build_masked_encoder = MaskedEncoder
+
+
+def inputs_masked_encoder(batch_size: int) -> tuple[Tensor]:
+    """Return rows of a sequence of five."""
+    return (torch.randn(batch_size, 5, WIDTH),)
+
+
+class ComplexProduct(nn.Module):
+    """Layers that multiply by a matrix of complex numbers between Fourier transforms (state-space models)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.mixes = nn.ModuleList(Spectral() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for mix in self.mixes:
+            x = x + mix(x)
+        return x
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, WIDTH // 2 + 1, 2) * 0.2)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.fft.rfft(x) @ torch.view_as_complex(self.weight)
+        out: Tensor = self.out(torch.fft.irfft(mixed, n=WIDTH))
+        return out
+
+
+build_complex_product = ComplexProduct
+
+
+def inputs_complex_product(batch_size: int) -> tuple[Tensor]:
+    """Return rows."""
+    return (torch.randn(batch_size, WIDTH),)
+
+
+class RowByRow(nn.Module):
+    """A loop over the rows of the batch, in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.head(row) for row in self.stem(x)])
+
+
+build_row_by_row = RowByRow
+inputs_row_by_row = inputs_complex_product
