@@ -81,6 +81,26 @@ def test_awkward_blocks_are_exact(kind: str, pool: WorkerPool, tmp_path: Path) -
     assert report.ok, report.rows[:3]
 
 
+@pytest.mark.parametrize(("kind", "style"), [("scaled", {"": "vocabulary"}), ("placed", None)])
+def test_an_embedding_that_only_scales_its_rows_is_divided(
+    kind: str, style: dict[str, str] | None, pool: WorkerPool, tmp_path: Path
+) -> None:
+    profile = profile_model(
+        f"{ZOO}:build_{kind}",
+        inputs="inputs",
+        gpu="h100-sxm",
+        dtype="float64",
+        microbatch_sizes=(2,),
+        tp_degrees=(1, 2),
+    )
+    [embedding] = [item for item in profile.layer_classes if item.name == kind.title()]
+    assert [dict(sharding.styles) for sharding in embedding.shardings] == ([style] if style else [])
+    for layout in ({"tp_degree": 2}, {"pp_degree": 2, "tp_degree": 2}):
+        path = tmp_path / f"{kind}{len(layout)}.py"
+        write_plan(emit(even_plan(profile, **layout), profile), path)
+        assert verify(path, pool=pool, timeout_s=120).ok
+
+
 def test_a_block_reduces_once_for_each_part_or_once_in_all(profile: ModelProfile) -> None:
     found = candidates(profile, 2)
     parallel = any(item.name == "Parallel" for item in profile.layer_classes)

@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from planner.arguments import ParamRef, Ref, leaves, map_argument
 from planner.profiler.blocks import hidden_inputs, open_calls
 from planner.profiler.capture import Capture
+from planner.profiler.divisible import kind_of
 from planner.profiler.layers import build_program
 from planner.profiler.plain_tensors import constants
 from planner.profiler.recording import Call
@@ -115,7 +116,7 @@ def _opened_leaves(model: nn.Module, call: Call) -> Call:
     if call.kind != "module" or not call.leaf:
         return replace(call, body=body)
     module = model.get_submodule(call.target)
-    is_known = _kind_of(module) is not None or type(module).__module__.startswith("torch.")
+    is_known = kind_of(module, call) is not None or type(module).__module__.startswith("torch.")
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
     opaque = any(inner.opaque for inner in call.body)
     read = {
@@ -185,21 +186,10 @@ def _input_names(signature: tuple[tuple[str, Any], ...]) -> dict[str, str]:
     return names
 
 
-def _kind_of(module: nn.Module) -> Literal["linear", "embedding"] | None:
-    """Return which of those that can be divided a module is; None for others, and for what changes its forward."""
-    if isinstance(module, nn.Linear):
-        return "linear" if type(module).forward is nn.Linear.forward else None
-    if isinstance(module, nn.Embedding):
-        plain = module.max_norm is None and not (module.sparse or module.scale_grad_by_freq)
-        return "embedding" if plain and type(module).forward is nn.Embedding.forward else None
-    # Hugging Face's: y = x @ weight + bias, weight [in, out]
-    return "linear" if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
-
-
 def _module_info(capture: Capture, call: Call, module: nn.Module) -> ModuleInfo:
     parameters = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    kind = _kind_of(module)
+    kind = kind_of(module, call)
     if kind is not None and "weight" not in parameters:  # computed, as by weight_norm
         return ModuleInfo(kind="opaque", parameters=parameters, num_bytes=num_bytes)
     if kind is not None:

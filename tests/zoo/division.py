@@ -238,6 +238,37 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
+class Scaled(nn.Embedding):
+    """Scales what it looks up by a buffer and a number, as Gemma's and BART's do."""
+
+    def __init__(self) -> None:
+        super().__init__(32, WIDTH, padding_idx=0)
+        self.register_buffer("factor", torch.tensor(WIDTH**0.5), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.factor.to(self.weight.dtype) / 2.0
+
+
+class Placed(nn.Embedding):
+    """Adds something to what it looks up that depends on the place: no rank could do that by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(32, WIDTH)
+        self.register_buffer("places", torch.linspace(-1, 1, LENGTH)[:, None])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.places
+
+
+class Embedded(Decoder):
+    """A decoder with an embedding of another class."""
+
+    def __init__(self, embedding: Callable[[], nn.Embedding], *, tied: bool) -> None:
+        super().__init__(BLOCKS["mqa"])
+        self.embed = embedding()
+        self.head.weight = self.embed.weight if tied else nn.Parameter(self.head.weight.detach().clone())
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "swiglu_gqa": lambda: Sequential(Gqa, Swiglu),
     "mqa": lambda: Sequential(partial(Gqa, 1), FusedSwiglu),
@@ -262,3 +293,4 @@ build_biased = partial(Decoder, BLOCKS["biased"])
 build_gpt_j = partial(Decoder, BLOCKS["gpt_j"])
 build_gpt_neox = partial(Decoder, BLOCKS["gpt_neox"])
 build_palm = partial(Decoder, BLOCKS["palm"])
+build_scaled, build_placed = partial(Embedded, Scaled, tied=True), partial(Embedded, Placed, tied=False)
