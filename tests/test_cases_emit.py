@@ -1,7 +1,6 @@
 """Cases whose models are emitted and run: what the file prints for one process, on several, and proven exact."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ from tests.case_files import case_path
 from tests.case_job import import_case, one_process, run_case
 from tests.strategies import make_cluster
 from tests.zoo.plans import even_plan
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 def profile_case(number: int) -> ModelProfile:

@@ -1,6 +1,5 @@
 """Every kind of block, divided in every way that is kept for it: what the ways are, and that each is exact."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from tests.zoo.plans import even_plan
 
 ZOO = Path(__file__).parent / "zoo" / "division.py"
 DEGREES = (2, 4)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module", params=BLOCKS)

@@ -1,6 +1,5 @@
 """Every kind of structure of the zoo, emitted and run: equal to one process in loss and every gradient."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ LAYOUTS = (
     {"pp_degree": 2, "dp_degree": 2},
     {"tp_degree": 2, "dp_degree": 2, "data_parallel": "sharded"},
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module", params=NAMES)

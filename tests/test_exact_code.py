@@ -1,6 +1,5 @@
 """Kinds of code people write in a forward: each is exact in every layout, or refused with the line that stops it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,12 +44,6 @@ EXACT = {
     "control:unrolled": (TENSOR,),
     "control:encoder_decoder": (TENSOR,),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 def profiled(model: str) -> ModelProfile:

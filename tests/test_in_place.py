@@ -1,6 +1,5 @@
 """Writes in place at cuts: exact, or refused where another layer would miss what was written."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from tests.strategies import ORIGIN, make_cluster
 from tests.zoo.plans import even_plan
 
 ZOO = Path(__file__).parent / "zoo" / "in_place.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 def profiled(name: str) -> ModelProfile:

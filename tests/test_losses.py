@@ -1,7 +1,7 @@
 """Losses of every kind: microbatches on several processes give what one process gives for the whole batch at once."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 TRAINED = [name for name in KINDS if name not in ("given losses", "untrained parameters")]
 CELLS = [(name, layout) for name in TRAINED for layout in LAYOUTS if layout == "pp2 dp2" or name in EVERYWHERE]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -40,12 +40,6 @@ def solved(profile: ModelProfile, num_gpus: int, pins: dict[str, object], batch:
     return solution.plan
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
-
-
 @pytest.fixture(scope="module", params=NAMES)
 def profile(request: pytest.FixtureRequest) -> ModelProfile:
     path = str(MODELS / f"{request.param}.py")

@@ -1,6 +1,5 @@
 """Mixtures of experts: grouped products in any dtype, values kept beside results, numbers that follow the batch."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,12 +57,6 @@ def test_a_grouped_products_flops_are_those_of_its_groups() -> None:
         "pairs": 2 * 8 * 8 * 4,
         "whole": 2 * 3 * 8 * 4 * 12,
     }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The hand models: structure as expected, and every layout exact or refused for a reason that is listed here."""
 
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,6 @@ UNCOUNTED = {
     "hf_mixtral": 2 * ((2 * 16 * 2) * 3 * (2 * 32 * 64) + attention(2, 16, 16, 32)),
     "hf_vit": 3 * attention(2, 17, 17, 32),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -1,6 +1,5 @@
 """Inputs in lists and dicts reach the stages that read them, given to `step` as to the model."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,6 @@ from planner.runner.pool import WorkerPool
 from tests.zoo.plans import even_plan
 
 ZOO = Path(__file__).parent / "zoo" / "nested.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(

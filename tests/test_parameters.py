@@ -1,6 +1,5 @@
 """Parameters that are shared, frozen, unread or of no dimension: emitted, run, and equal to one process."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from tests.zoo.parameters import NAMES
 from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, profile_zoo
 
 ZOO = Path(__file__).parent / "zoo" / "parameters.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @cache

@@ -1,6 +1,5 @@
 """Habits of published code: emitted and run, equal to one process in loss and every gradient."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from planner.runner.pool import WorkerPool
 from tests.zoo.plans import even_plan
 
 ZOO = Path(__file__).parent / "zoo" / "public.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 def test_checks_of_values_are_told_and_computed_by_no_plan() -> None:

@@ -1,6 +1,5 @@
 """Buffers that forward reads and updates: emitted, run, and equal to one process; or refused."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,12 +21,6 @@ from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, even_plan, profile
 from tests.zoo.state import NAMES
 
 ZOO = Path(__file__).parent / "zoo" / "state.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @cache

@@ -1,6 +1,5 @@
 """Values of every kind between layers: emitted, run, and equal to one process in loss and every gradient."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,6 @@ from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, even_plan, profile
 from tests.zoo.values import NAMES
 
 ZOO = Path(__file__).parent / "zoo"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module", params=[*NAMES, "tagger"])

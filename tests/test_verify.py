@@ -5,7 +5,7 @@ whole copy of the model, with one deliberate fault where a test asks for one.
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -195,12 +195,6 @@ def make_plan(model_hash: str, *, ranks: int = 2, precision: str = "fp32") -> Pl
 
 def plan_source(plan: Plan, fault: str = "") -> str:
     return PLAN_CODE.format(fault=fault, plan=plan.model_dump(mode="json"))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Writes in place where stages meet: equal to one process, or refused with the line that writes."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,12 +12,6 @@ from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, profile_zoo
 from tests.zoo.writes import NAMES
 
 ZOO = Path(__file__).parent / "zoo" / "writes.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @cache
