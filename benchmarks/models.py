@@ -30,6 +30,7 @@ CELLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2 dp2": (4, (PP, DP, "num_microbatches=2")),
 }
 PIPELINE_CELLS = {"pp2": 2, "pp4": 4}
+TOLERANCE = {"float64": 1e-5, "float32": 1e-3}  # of the alternative: DESIGN.md's, and single rounding through a model
 
 
 def profile(model: Path, path: Path) -> dict[str, Any]:
@@ -75,15 +76,16 @@ def alternative(model: Path, num_stages: int) -> str:
     script = Path(__file__).parent / "torch_pipeline.py"
     command = [sys.executable, str(script), str(model), str(num_stages)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         found = json.loads(done.stdout.strip().splitlines()[-1])
     except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
         return f"failed: {type(error).__name__}"
     if "error" in found:
         return f"failed: {found['error']}"
-    wrong = found["missing"] or found["difference"] > 1e-5
+    dtype = found["dtype"]
+    wrong = found["missing"] or not found["difference"] <= TOLERANCE[dtype]
     lost = f", {found['missing']} gradients lost" if found["missing"] else ""
-    return f"{'WRONG ' if wrong else ''}{found['difference']:.1e}{lost}"
+    return f"{'WRONG ' if wrong else ''}{found['difference']:.1e}{lost}{f' in {dtype}' if dtype != 'float64' else ''}"
 
 
 def run_model(model: Path, folder: Path, *, other: bool) -> int:

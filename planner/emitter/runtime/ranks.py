@@ -85,7 +85,7 @@ class _Ranks:
         """Raise on every rank what the block raised on one: none is left waiting for another that has stopped."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever it is: raised again, when the others know
             self._gather(f"{type(error).__name__}: {error}")
             raise
         problems = self._gather("")
