@@ -67,8 +67,8 @@ def test_a_way_to_divide_that_cannot_be_run_is_left_out_and_told(monkeypatch: py
     assert any(note.startswith("not divided by tp 2: layer 'blocks.0': sizes differ") for note in profile.notes)
 
 
-def test_a_way_to_divide_that_cannot_be_run_again_is_left_out_and_told(tmp_path: Path) -> None:
-    """A block resets what a module in it keeps: divided, its code is the plan's, and nothing resets it there."""
+def test_a_block_that_resets_what_a_module_in_it_keeps_is_divided(tmp_path: Path) -> None:
+    """Divided, its code is the plan's, and nothing resets there what the module keeps: the plan holds its code too."""
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\n"
         "class Scan(nn.Module):\n"
@@ -92,31 +92,10 @@ def test_a_way_to_divide_that_cannot_be_run_again_is_left_out_and_told(tmp_path:
         "def loss_fn(output):\n    return output.square().mean()\n"
     )
     profile = profile_model(str(tmp_path / "model.py"), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1, 2))
-    assert not any(layer_class.shardings for layer_class in profile.layer_classes)
-    assert any(note.startswith("not divided by tp 2: layer 'layers.0' goes back") for note in profile.notes)
-
-
-def test_what_a_layer_keeps_and_the_model_resets_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "class Fire(nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n        self.up, self.level = nn.Linear(8, 8), None\n"
-        "    def forward(self, x):\n"
-        "        x = self.up(x)\n        self.level = x if self.level is None else x + self.level.mean()\n"
-        "        return self.level.sigmoid()\n"
-        "class Model(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n        self.layers = nn.ModuleList([Fire() for _ in range(3)])\n"
-        "    def forward(self, x):\n"
-        "        for layer in self.layers:\n            layer.level = None; x = layer(x)\n        return x\n"
-        "def build_model():\n    return Model()\n"
-        "def example_inputs(batch_size):\n    return (torch.randn(batch_size, 8),)\n"
-        "def loss_fn(output):\n    return output.square().mean()\n"
-    )
-    with pytest.raises(ProfileError) as caught:
-        profile_model(str(tmp_path / "model.py"), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1, 2))
-    assert "'layers.0' goes back through its run before" in caught.value.message
-    assert "'layers.0.level'" in caught.value.message
+    assert all(layer_class.shardings for layer_class in profile.layer_classes)
+    body = profile.layer_classes[0].body
+    assert body is not None
+    assert [node.target for node in body.nodes if node.kind == "module"] == ["up", "down"]
 
 
 def test_a_number_of_results_that_follows_the_rows_is_told() -> None:

@@ -43,7 +43,7 @@ from planner.profiler.plain_tensors import emptied_caches
 from planner.profiler.recorder import record
 from planner.profiler.recording import Call, DrewError, Recording, Unsupported
 from planner.profiler.skips import HINT, has_skips, insert_choices, skip_notes, without_skipped
-from planner.profiler.state import Attributes, attributes_of, changed_since, set_state, state_of
+from planner.profiler.state import Attributes, attributes_of, changed_modules, changed_since, set_state, state_of
 from planner.profiler.torch_internals import FakeTensorMode, quiet_fake_tensors
 from planner.profiler.whole import WholeRuns
 from planner.program import Tensor
@@ -59,7 +59,8 @@ _SAME_FOR_ALL_ROWS = (
 class Capture:
     """A model's forward as calls, and the model on the meta device that was recorded.
 
-    Values of one number in `storages` share memory.
+    Values of one number in `storages` share memory. `base` is the recording that the others were merged into,
+    `changed_modules` have other attributes after a call than they were built with.
     """
 
     model: nn.Module
@@ -74,6 +75,8 @@ class Capture:
     updated_buffers: tuple[str, ...]
     storages: dict[str, int]
     notes: tuple[str, ...]
+    base: Recording
+    changed_modules: frozenset[str]
 
 
 def input_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -110,7 +113,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-def _record_once(
+def record_once(
     file: ModelFile,
     meta: nn.Module,
     rows: int,
@@ -301,7 +304,7 @@ def _check_stateless(
     what = f"kept from one forward for the next outside of buffers ({listed}{' and others' if len(state) > 3 else ''})"
     hint = "register what a forward keeps for the next as a buffer, and write it in place; or don't read it there"
     try:
-        again = _record_once(file, meta, ROWS[0], dtype, training=True, all_floats=False, state=state)
+        again = record_once(file, meta, ROWS[0], dtype, training=True, all_floats=False, state=state)
         merge(base, again, same_leaf)
     except CaptureError as error:
         raise CaptureError(f"{error.message}\nin a second forward, because of what is {what}", hint=hint) from error
@@ -311,7 +314,7 @@ def _check_stateless(
 
 def _check_decisions(file: ModelFile, meta: nn.Module, dtype: torch.dtype | None, base: Recording) -> None:
     """Raise CaptureError where a random decision in Python does more than leave out modules one by one."""
-    other = _record_once(file, meta, ROWS[0], dtype, training=True, all_floats=False, takes_unlikely=True)
+    other = record_once(file, meta, ROWS[0], dtype, training=True, all_floats=False, takes_unlikely=True)
     try:
         merge(without_skipped(base), other, same_leaf)
     except CaptureError as error:
@@ -333,7 +336,8 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     check_initialized(meta, f"{file.build_function}()")
     _check_rows(file, meta)
     first, second = ROWS
-    base = _record_once(file, meta, first, dtype, training=True, all_floats=False)
+    with changed_modules(meta) as changed:
+        base = record_once(file, meta, first, dtype, training=True, all_floats=False)
     if state := state_of(base, dict(meta.named_parameters(remove_duplicate=False))):
         _check_stateless(file, meta, dtype, base, state)
     if base.decisions:
@@ -343,7 +347,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
 
     # What is spelled out has to be no draw: then the model is built a second time for the second recording.
     other = user.build(file, build_meta) if base.constants else meta
-    more_rows = _record_once(file, other, second, dtype, training=True, all_floats=False)
+    more_rows = record_once(file, other, second, dtype, training=True, all_floats=False)
     _check_constants(base, more_rows)
     try:
         merged, rows_numbers = merge(base, more_rows, rows_leaf)
@@ -354,13 +358,13 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         ) from None
 
     tried = TRIED_ROWS
-    double = _record_once(file, meta, tried, torch.float64, training=True, all_floats=True)
+    double = record_once(file, meta, tried, torch.float64, training=True, all_floats=True)
     double_numbers: dict[int, int] = {}
     try:
         merged, double_numbers = merge(merged, double, partial(dtype_leaf, tried))
     except StructureDiffersError as error:
         tried = first
-        double = _record_once(file, meta, tried, torch.float64, training=True, all_floats=True)
+        double = record_once(file, meta, tried, torch.float64, training=True, all_floats=True)
         try:
             merged, double_numbers = merge(merged, double, partial(dtype_leaf, tried))
         except StructureDiffersError as same_rows:
@@ -372,7 +376,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
                 hint=_SAME_FOR_ALL_ROWS,
             ) from None
 
-    evaluation = _record_once(file, meta, first, dtype, training=False, all_floats=False)
+    evaluation = record_once(file, meta, first, dtype, training=False, all_floats=False)
     try:
         merged, _ = merge(merged, evaluation, training_leaf)
     except StructureDiffersError as error:
@@ -405,6 +409,8 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
         updated_buffers=base.updated_buffers,
         storages={str(number): int(t.untyped_storage()._cdata) for number, t in base.tensors.items()},
         notes=tuple(dict.fromkeys(notes)),
+        base=base,
+        changed_modules=frozenset(changed | {owner for owner, _ in base.kept}),
     )
 
 

@@ -40,6 +40,7 @@ from planner.profiler.notes import batch_norm_notes, degree_notes, hint_notes, l
 from planner.profiler.plain_tensors import plain_tensors
 from planner.profiler.pricing import Pricer, ProfiledClass, Progress
 from planner.profiler.recording import Call
+from planner.profiler.resets import open_reset
 from planner.profiler.torch_internals import check_torch
 from planner.profiler.tp_rules import applied_rules, check_applied, rules_inside
 from planner.program import Program
@@ -88,6 +89,7 @@ def profile_model(
         on_gpu = gpu_type is not None or device_name == "cuda"
         target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if on_gpu else None
         captured, target_dtype = _capture(file, target_dtype, asked=dtype is not None)
+        open_reset(file, captured, target_dtype, blocks)
     trained_on = captured.loss if captured.loss is not None else captured.output
     carried = carried_buffers(
         captured.model, [*captured.calls, *captured.loss_calls], captured.updated_buffers, trained_on

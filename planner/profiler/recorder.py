@@ -442,6 +442,7 @@ def record(
             begin()
         output = model(*args, **kwargs)
         recorder.check_random(model)
+        whole.check_left()
         for name, module in model.named_modules():
             recorder.write_buffers(name, module)
         calls = recorder.frames[0]

@@ -106,7 +106,6 @@ class SegmentRunner:
                 value: synthetic_value(tensors[value], target) for value in reads if value not in given
             }
         self.parameters, self.buffers = _state(self._nodes, module_call, parameter)
-        self._called = {node.target: module_call(node.target) for node in self._nodes if node.kind == "module"}
         self._check()
 
     def _check(self) -> None:
@@ -133,29 +132,12 @@ class SegmentRunner:
             if is_out_of_memory(error):
                 held = sum(param.numel() * param.itemsize for param in self.parameters)
                 raise does_not_fit(self.name, self.target.rows, self.target.device, held, error) from error
-            if "backward through the graph a second time" in str(error) and (kept := self._kept()):
-                raise ProfileError(
-                    f"layer {self.name!r} goes back through its run before, by what that left in {kept}",
-                    hint="a plan calls layers, not the code between that resets it: reset it in the forward of the "
-                    "module that keeps it, or of its layer; or keep it without its gradient (.detach())",
-                ) from error
             raise ProfileError(
                 f"layer {self.name!r} can't be run forward and backward: {type(error).__name__}: {error}",
                 hint="check that the model trains on this device, in this dtype"
                 if self.fake_mode is None
                 else _FAKE_HINT,
             ) from error
-
-    def _kept(self) -> str:
-        """Return the attributes of called modules that hold a value with its graph, as an error names them."""
-        found = [
-            f"{name}.{key}"
-            for target, module in self._called.items()
-            for name, inner in module.named_modules(prefix=target)
-            for key, value in vars(inner).items()
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None
-        ]
-        return ", ".join(map(repr, found[:3])) + (f" and {len(found) - 3} others" if len(found) > 3 else "")
 
     @property
     def grad_inputs(self) -> list[torch.Tensor]:

@@ -5,7 +5,8 @@ and so is a cache of what depends on no data; what the next forward reads is not
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,38 @@ def attributes_of(model: nn.Module) -> Attributes:
         for key, value in plain_attributes(vars(module)).items()
         if key not in _OWN and (key in _HOOKS or not key.endswith("_hooks"))
     }
+
+
+def attributes_to_set(module: nn.Module) -> dict[str, Any]:
+    """Return what code outside of a module may set on it: its plain attributes without hooks, and its mode."""
+    return {
+        key: value
+        for key, value in plain_attributes(vars(module)).items()
+        if key == "training" or not (key in _OWN or key.endswith("_hooks"))
+    }
+
+
+@contextmanager
+def changed_modules(model: nn.Module) -> Iterator[set[str]]:
+    """Yield a set that gets the modules which have other attributes after a call of theirs than before the first."""
+    before = {id(module): (name, attributes_to_set(module)) for name, module in model.named_modules()}
+    found: set[str] = set()
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(module, *args, **kwargs)
+        name, attributes = before.get(id(module), ("", {}))
+        if name and name not in found:
+            now = attributes_to_set(module)
+            if len(now) != len(attributes) or not all(same(attributes.get(key), value) for key, value in now.items()):
+                found.add(name)
+        return result
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 def changed_since(model: nn.Module, before: Attributes) -> Attributes:

@@ -6,18 +6,31 @@ those must not depend on the data either.
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from planner.errors import CaptureError
 from planner.profiler.copies import copy_module
 from planner.profiler.torch_internals import FakeTensor, unset_fake_temporarily
 
 _WEIGHT_STD = 0.02
 _SEEDS = (11, 12)
 _LARGEST_FRACTION = 0.25  # of the machine's memory, for the module and its gradients' sake
+
+
+def set_outside(names: Iterable[str], where: str = "") -> CaptureError:
+    """Return the error of attributes that the model's forward sets on modules which a plan calls as one."""
+    listed = sorted(set(names))
+    shown = ", ".join(map(repr, listed[:3])) + (f" and {len(listed) - 3} others" if len(listed) > 3 else "")
+    return CaptureError(
+        f"{f'{where}: ' if where else ''}the model's forward sets {shown} from outside of a module that a plan calls "
+        "as one",
+        hint="set it in the forward of the module that reads it, or of its layer, or pass it as an argument: a plan "
+        "calls layers, not the code between them",
+    )
 
 
 class CannotRunError(Exception):
@@ -34,6 +47,7 @@ class WholeRuns:
     def __init__(self, originals: Mapping[int, torch.Tensor | None], containers: frozenset[str]) -> None:
         self._originals = originals
         self._containers = containers
+        self._left: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
 
     def run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return fake tensors like the results of a module; CannotRunError where it has to be opened, or fails.
@@ -53,8 +67,15 @@ class WholeRuns:
         if _form(first) != _form(second):
             raise CannotRunError("what it returns has another shape for other data")
         for owner, key in changed:
-            setattr(module.get_submodule(owner), key, torch.empty(()))
+            inner, left = module.get_submodule(owner), torch.empty(())
+            setattr(inner, key, left)
+            self._left[".".join(part for part in (name, owner, key) if part)] = (inner, key, left)
         return map_tensors(first, lambda found: found if isinstance(found, FakeTensor) else _fake_like(found))
+
+    def check_left(self) -> None:
+        """Raise CaptureError where other code has changed what a module that ran here left on itself."""
+        if names := [name for name, (inner, key, left) in self._left.items() if vars(inner).get(key) is not left]:
+            raise set_outside(names)
 
     def _run_once(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
