@@ -22,8 +22,8 @@ def takes_rows(function: Callable[..., Any]) -> bool:
 def for_any_rows(function: Callable[..., Any], path: Path) -> Callable[[int], Any]:
     """Return a function of a number of rows: the one given, or where it takes none, its batch repeated or cut to it.
 
-    The rows are dimension 0 of every tensor; CaptureError where the tensors of the batch differ in it, since then
-    nothing tells which of them grow with the batch.
+    The rows are dimension 0 of the first tensor, and of every other tensor that has as many there: others stay as they
+    are. CaptureError where there are none to repeat.
     """
     if takes_rows(function):
         return function
@@ -31,17 +31,17 @@ def for_any_rows(function: Callable[..., Any], path: Path) -> Callable[[int], An
     @functools.wraps(function)
     def make(batch_size: int) -> Any:
         found = function()
-        sizes = sorted({int(tensor.shape[0]) for tensor in _tensors(found)})
-        if len(sizes) > 1 or 0 in sizes:
+        sizes = [int(tensor.shape[0]) for tensor in _tensors(found)]
+        if 0 in sizes[:1]:
             raise CaptureError(
-                f"{path.name}: {function.__name__}() takes no number of rows, and the first dimensions of its tensors "
-                f"are {', '.join(map(str, sizes))}: which of them are rows of the batch can't be told",
+                f"{path.name}: {function.__name__}() takes no number of rows, and the first dimension of its first "
+                "tensor is 0: there is no row to repeat",
                 hint=f"write it as def {function.__name__}(batch_size), for any number of rows",
             )
         if not sizes or sizes[0] == batch_size:
             return found
         rows = [row % sizes[0] for row in range(batch_size)]
-        return _map(found, rows)
+        return _map(found, rows, sizes[0])
 
     return make
 
@@ -61,12 +61,12 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
 
 
-def _map(value: Any, rows: list[int]) -> Any:
+def _map(value: Any, rows: list[int], num_rows: int) -> Any:
     if _is_batch(value):
-        return value[rows]
+        return value[rows] if value.shape[0] == num_rows else value
     if isinstance(value, dict):
-        return {key: _map(item, rows) for key, item in value.items()}
+        return {key: _map(item, rows, num_rows) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [_map(item, rows) for item in value]
+        items = [_map(item, rows, num_rows) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -74,7 +74,10 @@ def load_model_file(spec: str, *, inputs: str | None = None) -> ModelFile:
         example_target=None if target is None else for_any_rows(target, path),
         build_function=build_function,
         inputs_function=inputs_function,
-        notes=tuple(f"{name}() takes no number of rows: those that it returns are repeated" for name in fixed),
+        notes=tuple(
+            f"{name}() takes no number of rows: those that it returns, along dimension 0, are repeated"
+            for name in fixed
+        ),
     )
 
 

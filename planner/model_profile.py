@@ -233,10 +233,15 @@ NO_LOSS = (
 )
 
 
-def coupling_notes(loss: Loss) -> list[str]:
-    """Return what people are told where microbatching changes the loss; norms and buffers have notes of their own."""
-    shown = [text for text in loss.coupled if not text.endswith((BATCH_NORM, WRITES_BUFFER))]
-    return [f"microbatches may change this loss (verify tells by how much): {text}" for text in shown]
+def coupling_notes(loss: Loss | None, *, is_known: bool = True) -> list[str]:
+    """Return what people are told where microbatching changes the loss; norms and buffers have notes of their own.
+
+    Unless the loss `is_known`, what is coupled is so in the model's output.
+    """
+    coupled = loss.coupled if loss is not None else ()
+    shown = [text for text in coupled if not text.endswith((BATCH_NORM, WRITES_BUFFER))]
+    what = "this loss" if is_known else "what the model computes"
+    return [f"microbatches may change {what} (verify tells by how much): {text}" for text in shown]
 
 
 class Provenance(Record):

@@ -11,6 +11,7 @@ from planner.example_rows import for_any_rows, takes_rows
 from planner.model_file import load_model_file
 from planner.profiler import profile_model
 from planner.runner import verify
+from planner.runner.pool import WorkerPool
 from planner.runner.stand_in import NOT_PROVED, own_loss, stand_in_loss
 from tests.zoo.plans import even_plan
 
@@ -61,22 +62,54 @@ def test_functions_of_rows_are_called_with_them() -> None:
     assert takes_rows(dict)
 
 
-def test_a_batch_whose_rows_can_not_be_told_is_an_error() -> None:
-    def inputs() -> object:
-        return {"x": torch.ones(2, 3), "table": torch.ones(7, 3)}
-
+def test_tensors_without_the_rows_of_the_first_stay_as_they_are() -> None:
+    given = {"x": torch.ones(2, 3), "table": torch.ones(7, 3), "labels": torch.ones(2)}
+    found = for_any_rows(lambda: given, HERE)(4)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "x": (4, 3),
+        "table": (7, 3),
+        "labels": (4,),
+    }
     with pytest.raises(CaptureError) as caught:
-        for_any_rows(inputs, HERE)(4)
-    assert "the first dimensions of its tensors are 2, 7" in caught.value.message
-    assert "def inputs(batch_size)" in caught.value.hint
+        for_any_rows(lambda: torch.ones(0, 3), HERE)(4)
+    assert "the first dimension of its first tensor is 0" in caught.value.message
+    assert "(batch_size), for any number of rows" in caught.value.hint
+
+
+TABLE_FIRST = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, mask, x):
+        return self.b((mask + x @ x.transpose(1, 2)) @ self.a(x))
+
+def model():
+    return Model()
+
+def inputs():
+    return torch.ones(5, 5), torch.ones(2, 5, 4)
+"""
+
+
+def test_rows_taken_from_the_wrong_tensor_are_told_where_the_model_fails(folder: Path) -> None:
+    (folder / "case.py").write_text(TABLE_FIRST)
+    with pytest.raises(CaptureError) as caught:
+        profile_model("case.py:model", inputs="inputs", gpu="h100-sxm", dtype="float32")
+    assert "along dimension 0 of what inputs() gives" in caught.value.hint
+    assert "write it as def inputs(batch_size)" in caught.value.hint
 
 
 def test_a_file_of_functions_without_rows_goes_the_whole_way(folder: Path) -> None:
     (folder / "case.py").write_text(FIXED)
     file = load_model_file("case.py:model", inputs="inputs")
     assert file.notes == (
-        "inputs() takes no number of rows: those that it returns are repeated",
-        "example_target() takes no number of rows: those that it returns are repeated",
+        "inputs() takes no number of rows: those that it returns, along dimension 0, are repeated",
+        "example_target() takes no number of rows: those that it returns, along dimension 0, are repeated",
     )
     profile = profile_model("case.py:model", inputs="inputs", gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,))
     assert file.notes[0] in profile.notes
@@ -94,4 +127,53 @@ def test_the_loss_of_a_model_is_its_own_where_it_has_one() -> None:
     assert own_loss({"out": x}) is None
     assert stand_in_loss({"out": x, "none": None, "ids": torch.tensor([5])}) == 5.0
     assert stand_in_loss((x, [2 * x])) == 25.0
-    assert stand_in_loss({"loss": x.sum(), "out": x}) == 4.0
+    assert stand_in_loss({"loss": x.sum(), "out": x}, is_own=True) == 4.0
+    assert own_loss({"loss": x}) is None  # a number for each row is no loss
+
+
+# What a model returns, and why microbatches change the loss that stands in for its own: nothing where they don't.
+LOSSES = {
+    "a number per row": ("self.b(y)", ""),
+    "a dict with the loss": ('{"loss": F.cross_entropy(y, y.argmax(-1)), "logits": y}', ""),
+    "outputs and a loss": ("(y, F.mse_loss(y, x).exp())", "outputs that are no rows"),
+    "batch norm": ("self.b(self.norm(y))", "batch norm takes mean and variance"),
+    "rows related": ("self.b((y @ y.T).softmax(-1) @ y)", "relates every row to every other"),
+}
+WITHOUT_LOSS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        y = torch.tanh(self.a(x))
+        return RETURNED
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+def inputs(rows):
+    return torch.randn(rows, 4)
+"""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_stands_in_for_a_loss_fails_no_right_plan(pool: WorkerPool, folder: Path, name: str) -> None:
+    returned, why = LOSSES[name]
+    (folder / "case.py").write_text(WITHOUT_LOSS.replace("RETURNED", returned))
+    profile = profile_model("case.py:model", inputs="inputs", gpu="h100-sxm", dtype="float32", microbatch_sizes=(2,))
+    plan = even_plan(profile, microbatch_size=2 if name == "batch norm" else 1)
+    write_plan(emit(plan, profile), folder / "plan.py")
+    report = verify(folder / "plan.py", pool=pool, timeout_s=120)
+    assert report.ok
+    assert report.whole_batch_difference is not None
+    assert (report.whole_batch_difference < 1e-12) == (not why)
+    told = [note for note in report.notes if note.startswith("microbatches change this loss")]
+    assert len(told) == bool(why)
+    assert all(why in note for note in told)
+    assert (NOT_PROVED in report.not_proved) == (name != "a dict with the loss")

@@ -120,9 +120,9 @@ def solve(
     else:
         write_table(plan_table(solution.plan))
         write_line(torchrun_line(solution.plan, chosen))
-    loss = file.profile.loss
+    is_known = file.profile.loss_is_known
     if solution.plan.num_microbatches * solution.plan.dp_degree > 1:
-        for note in coupling_notes(loss) if loss is not None else [] if file.profile.loss_is_known else [NO_LOSS]:
+        for note in (*coupling_notes(file.profile.loss, is_known=is_known), *(() if is_known else (NO_LOSS,))):
             say(f"note: {note}")
     say(f"wrote {output}")
 

@@ -13,6 +13,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import nn
 from torch.nn import functional as F
 
 from planner.arguments import BatchFloat, BatchInt, leaves
@@ -88,6 +89,21 @@ def couples_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], opera
     return bool(along) and any(
         item == "all" or (isinstance(item, int) and item % max(len(operand.shape), 1) in along) for item in listed
     )
+
+
+_SOFTMAXES = (nn.Softmax, nn.LogSoftmax, nn.Softmin)
+
+
+def module_couples_rows(module: nn.Module, operand: Tensor) -> bool:
+    """Return whether a module of torch, given its first operand, works along a dimension of the batch.
+
+    Attention and recurrent modules work along their sequence, which is dimension 0 unless they are told otherwise.
+    """
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return (1 if module.batch_first and len(operand.shape) == 3 else 0) in batch_dims(operand)
+    if isinstance(module, _SOFTMAXES):
+        return couples_rows("softmax", (None, module.dim), {}, operand)
+    return False
 
 
 def bound_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:

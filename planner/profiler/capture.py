@@ -19,6 +19,7 @@ from torch import nn
 
 from planner.arguments import BatchInt, Ref, leaves, map_argument
 from planner.errors import CaptureError, PlannerError
+from planner.example_rows import takes_rows
 from planner.model_file import ModelFile, gpu_hint, model_hash, split_arguments
 from planner.profiler import user_code as user
 from planner.profiler.blocks import find_blocks
@@ -219,6 +220,10 @@ def _record(
             asked = f" with {rows} rows{' in float64' if dtype == torch.float64 else ''}"
             hint = f"a forward must take any number of rows, in any dtype: {', '.join(map(str, ROWS))} rows are tried, "
             hint += f"and {TRIED_ROWS} in float64"
+        if not takes_rows(file.example_inputs):
+            name = file.inputs_function
+            hint = f"{rows} rows along dimension 0 of what {name}() gives were tried, of the tensors that have as many "
+            hint += f"there as the first: write it as def {name}(batch_size) if others grow with the batch"
         if isinstance(error, Exception) and dtype not in (None, torch.float32, torch.float64):
             hint = f"the model was built in {dtype}: try --dtype float32"
         hint = gpu_hint(error) or hint

@@ -22,15 +22,16 @@ from torch import nn
 from planner.arguments import BatchInt, Fields, ParamRef, Ref, leaves, map_argument
 from planner.model_profile import BATCH_NORM as BATCH_NORM_TEXT
 from planner.model_profile import WRITES_BUFFER
-from planner.profiler.batch_kinds import CONSTANT, KEEPS_LABELS, MEAN, ROWS, batch_dims
+from planner.profiler.batch_kinds import CONSTANT, KEEPS_LABELS, MEAN, ROWS, batch_dims, module_couples_rows
 from planner.profiler.loss_rules import Rules
-from planner.profiler.loss_state import operation, place, refs
+from planner.profiler.loss_state import flat, operation, place, refs
 from planner.profiler.recording import Call
 from planner.profiler.torch_internals import BATCH_NORM
 from planner.program import Tensor
 from planner.units import counted
 
 _MAX_PASSES = 32
+COUNTS = "counts in a microbatch what rows are divided by"
 _IN_PLACE = {
     **dict.fromkeys(("iadd", "add"), "add"),
     **dict.fromkeys(("isub", "sub"), "sub"),
@@ -73,10 +74,12 @@ def read_meaning(
     """Return the calls of a forward and its loss so that microbatches add up; `sources` names inputs and targets."""
     found = loss_value(output, loss, tensors)
     if found is None:
-        return Meaning(calls, loss_calls, output, loss, tensors)
+        return Meaning(
+            calls, loss_calls, output, loss, tensors, coupled=_couplings(model, calls, output, tensors, sources)
+        )
     counts: dict[str, str] = {}
     for _ in range(_MAX_PASSES):
-        walk = _Walk(model, tensors, sources, counts, [*calls, *loss_calls], found)
+        walk = _Walk(model, tensors, sources, counts, [*calls, *loss_calls], {found})
         changed = walk.rewrite(calls)
         changed_loss = walk.rewrite(loss_calls)
         if not walk.restart:
@@ -109,6 +112,19 @@ def read_meaning(
     )
 
 
+def _couplings(
+    model: nn.Module, calls: list[Call], output: Any, tensors: dict[str, Tensor], sources: dict[str, str]
+) -> tuple[str, ...]:
+    """Return what makes rows of the output depend on one another, where nobody knows what is trained on."""
+    numbers = {number for number in refs(output) if number in tensors and batch_dims(tensors[number])}
+    walk = _Walk(model, tensors, sources, {}, calls, numbers)
+    walk.rewrite(calls)  # what it changes is left: a count of the step needs the loss that it is for
+    places = {number: place(call) for call in flat(calls) for number in refs(call.result)}
+    counted_at = {(places.get(number, "the model"), COUNTS) for number in walk.counts}
+    counted_at |= {(owner, COUNTS) for owner in walk.inside}
+    return _grouped([*walk.coupled, *sorted(counted_at)])
+
+
 def _grouped(coupled: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     """Return what makes rows depend on one another, each thing once with the places where it does."""
     places: dict[str, list[str]] = {}
@@ -124,7 +140,9 @@ def _grouped(coupled: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 def loss_value(output: Any, loss: Any, tensors: dict[str, Tensor]) -> str | None:
     """Return the number of the value that is trained on, or None where it is not known."""
     if isinstance(loss, Fields):
-        loss = dict(loss.items).get("loss")
+        loss = dict(loss.items)
+    if isinstance(loss, dict):
+        loss = loss.get("loss")
     if isinstance(loss, Ref) and loss.name in tensors and not batch_dims(tensors[loss.name]):
         return loss.name
     return None
@@ -162,6 +180,10 @@ class _Walk(Rules):
         if isinstance(module, BATCH_NORM) and (module.training or not module.track_running_stats):
             for number in results:
                 self.couple(number, call.target, BATCH_NORM_TEXT)
+        first = next(iter(refs((call.args, call.kwargs))), None)
+        if first is not None and module_couples_rows(module, self.tensors[first]):
+            for number in results:
+                self.couple(number, call.target, "works along the dimension of the batch")
         if call.opaque:
             for number in results:
                 self.couple(number, call.target, "its code looks at values, which are those of a microbatch")

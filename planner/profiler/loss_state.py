@@ -1,7 +1,7 @@
 """What is known of values while the calls of a loss are walked, and the calls that are made beside them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -46,7 +46,7 @@ class State:
         sources: dict[str, str],
         counts: dict[str, str],
         calls: list[Call],
-        loss: str,
+        trained_on: Collection[str],
     ) -> None:
         self.model, self.tensors, self.counts, self.restart = model, dict(tensors), counts, False
         self.trainable = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -69,7 +69,7 @@ class State:
         self.next = max(map(int, tensors), default=0) + 1
         every = list(flat(calls))
         self.uses = Counter(number for call in every if not call.body for number in set(refs((call.args, call.kwargs))))
-        self.relevant = {loss}
+        self.relevant = set(trained_on)
         for call in reversed(every):
             if call.in_place or call.kind == "setitem" or self.relevant & set(refs(call.result)):
                 self.relevant.update(refs((call.args, call.kwargs)))

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from planner.arguments import Fields, Ref
 from planner.model_profile import NO_LOSS, LayerCost, WholeAt
 from planner.profiler.capture import Capture
 from planner.profiler.hints import compare_with_tp_plan
+from planner.profiler.loss import loss_value
 from planner.sharding import Sharding
 
 NOISY_FRACTION = 0.5
@@ -15,15 +15,9 @@ NOISY_FRACTION = 0.5
 
 def loss_notes(captured: Capture) -> list[str]:
     """Return a note where neither the model nor its file has a loss."""
-    loss = captured.tensors.get(captured.loss.name) if isinstance(captured.loss, Ref) else None
-    scalar = loss is not None and loss.shape == ()
-    if scalar or captured.loss_calls or _has_loss_field(captured):
-        return []
-    return [NO_LOSS]
-
-
-def _has_loss_field(captured: Capture) -> bool:
-    return isinstance(captured.output, Fields) and any(name == "loss" for name, _ in captured.output.items)
+    loss = loss_value(captured.output, captured.loss, captured.tensors)
+    is_scalar = loss is not None and captured.tensors[loss].shape == ()  # what a plan takes without a loss_fn
+    return [] if is_scalar or captured.loss_calls else [NO_LOSS]
 
 
 def noise_notes(costs: dict[str, list[LayerCost]]) -> list[str]:

@@ -163,7 +163,7 @@ def profile_model(
             *loss_notes(captured),
             *update_notes(captured.model, tuple(b for b in captured.updated_buffers if b not in carried)),
             *carried_notes(carried),
-            *(coupling_notes(loss) if loss is not None else ()),
+            *coupling_notes(loss, is_known=not loss_notes(captured)),
             *noise_notes(costs),
             *pricer.notes,
         ),

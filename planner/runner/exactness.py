@@ -10,8 +10,8 @@ import hashlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
 from planner.runner.draws import MatchedDraws, draws_like
 from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Outcome, Reference
 from planner.runner.rank import RankContext
-from planner.runner.stand_in import NOT_PROVED, own_loss, with_loss
+from planner.runner.stand_in import NOT_PROVED, WITHOUT_ROWS, has_outputs_without_rows, own_loss, with_loss
 from planner.runner.whole_batch import (
     PlanLoss,
     activation_bytes,
@@ -71,7 +71,6 @@ def inspect_model(context: RankContext, spec: str, inputs_function: str, shrink:
 def run_reference(context: RankContext, job: ExactJob) -> Reference:
     """Write the data, the parameters and each step's gradients of one process to a file; return what to tell of it."""
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
-    has_loss, model_file = model_file.loss_fn is not None, with_loss(model_file)
     notes: list[str] = []
     not_proved: list[str] = []
     told = read_plan_loss(job.plan_path)
@@ -79,6 +78,15 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     with exact_arithmetic() as mode, ExitStack() as stack:
         model, dropped = build_exact(model_file)
         stack.enter_context(draws_like(import_plan(job.plan_path), model))
+        is_own = False
+        if model_file.loss_fn is None:
+            output = _output_of_rows(model, model_file, job)
+            is_own = own_loss(output) is not None
+            if not is_own:
+                not_proved.append(NOT_PROVED)
+                if has_outputs_without_rows(output):
+                    told = replace(told, coupled=(*told.coupled, WITHOUT_ROWS))
+        model_file = with_loss(model_file, is_own=is_own)
         if told.coupled and _rows_are_apart(model, model_file, job):
             told = replace(told, coupled=())
         batches = _batches(model, model_file, job, told, not_proved)
@@ -88,14 +96,13 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             _check_repeatable(model, model_file, batches[0], job.microbatch_size)
             told = replace(told, coupled=(*told.coupled, "random numbers, which are others for other numbers of rows"))
         carried = _carried_buffers(model, model_file, batches[0], job.microbatch_size)
-        if not has_loss and own_loss(_output_without_gradients(model, batches[0], job.microbatch_size)) is None:
-            not_proved.append(NOT_PROVED)
 
         def loss_of(batch: Batch, rows: int) -> Tensor:
             args, kwargs, target = next(batch.microbatches(rows))
             return _loss(model(*args, **kwargs), model_file, target)
 
-        kept = activation_bytes(model, lambda: loss_of(batches[0], job.microbatch_size)) * count
+        with _training_alone(model_file):
+            kept = activation_bytes(model, lambda: loss_of(batches[0], job.microbatch_size)) * count
         at_once = fits(kept)
         if not at_once:
             not_proved.append(f"the whole batch at once in one process: it keeps {format_bytes(kept)} for backward")
@@ -107,13 +114,15 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             "steps": [],
             "whole": [],
             "is_random": is_random,
+            "is_own": is_own,
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
         for step, batch in enumerate(batches):
             context.report(f"one process, step {step + 1} of {NUM_STEPS}")
             whole = None
             if at_once:
-                whole = whole_batch_gradients(model, partial(loss_of, batch, job.global_batch_size))
+                with _training_alone(model_file):
+                    whole = whole_batch_gradients(model, partial(loss_of, batch, job.global_batch_size))
                 _check_finite(whole[0])
             if adds_up and whole is not None:
                 loss = whole[0]
@@ -121,7 +130,8 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
                     given = whole[1][name]
                     parameter.grad = None if given is None else given.clone()
             else:
-                loss = _train_step(model, model_file, batch, job.microbatch_size, float(count) ** told.degree)
+                with _training_alone(model_file):
+                    loss = _train_step(model, model_file, batch, job.microbatch_size, float(count) ** told.degree)
                 if step == 0 and whole is not None and not told.degree:
                     _check_mean(whole[0], loss, job)
             gradients = {
@@ -149,6 +159,15 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     if carried:
         coupled = (*coupled, f"what forward wrote before into {_and_more(carried)}, and reads")
     return Reference(notes=tuple(notes), not_proved=tuple(not_proved), coupled=coupled, carried=carried)
+
+
+@contextmanager
+def _training_alone(model_file: ModelFile) -> Iterator[None]:
+    """Tell what the model raises inside as its own: no plan has been run yet."""
+    try:
+        yield
+    except Exception as error:
+        raise user_error(error, model_file.path, "training in float64 in one process, without the plan,") from error
 
 
 def _carried_buffers(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> tuple[str, ...]:
@@ -217,9 +236,9 @@ def _batches(
 def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
     """Return, on rank 0, how far the plan is from one process; None elsewhere."""
     model_file = shrink_model_file(load_model_file(job.model_spec, inputs=job.inputs_function), job.shrink)
-    model_file = with_loss(model_file)
     plan = import_plan(job.plan_path)
     reference = torch.load(job.reference_path, weights_only=False, mmap=True)
+    model_file = with_loss(model_file, is_own=reference["is_own"])
     exact = partial(exact_arithmetic, matched=reference["is_random"])
     if hasattr(plan, "checkpoint"):  # what backward computes again, it computes outside the modes of the forward
         vars(plan)["checkpoint"] = partial(checkpoint, context_fn=lambda: (nullcontext(), exact()))
@@ -384,6 +403,13 @@ def _output_without_gradients(model: nn.Module, batch: Batch, rows: int) -> Any:
     with torch.no_grad(), kept_buffers(model):
         args, kwargs, _ = next(batch.microbatches(rows))
         return model(*args, **kwargs)
+
+
+def _output_of_rows(model: nn.Module, model_file: ModelFile, job: ExactJob) -> Any:
+    """Return the output for several rows: of one alone, an output of a number per row looks like a loss."""
+    rows = max(2, job.microbatch_size)
+    [batch] = make_batches(model_file, model, rows, 1, padded=False)
+    return _output_without_gradients(model, batch, rows)
 
 
 def _check_finite(loss: float) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,29 +16,40 @@ NOT_PROVED = (
 )
 
 
-def own_loss(output: Any) -> Tensor | None:
-    """Return the loss that a model returns by itself: its output, or the field `loss` of it; None where there is none.
+WITHOUT_ROWS = "outputs that are no rows, taken as every microbatch gives them"
 
-    A tensor of one number counts, whatever its dimensions.
+
+def own_loss(output: Any) -> Tensor | None:
+    """Return the loss that a model returns by itself: its output, or `loss` of it; None where there is none.
+
+    A tensor of one number counts, whatever its dimensions: tell by an output for several rows whether it is a loss.
     """
     if isinstance(output, Tensor):
         return output if output.numel() == 1 else None
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) else None
+    return found if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
-def stand_in_loss(output: Any, target: Any = None) -> Tensor:
-    """Return the model's own loss, or the sum over its floating outputs of their mean square."""
-    found = own_loss(output)
-    if found is not None:
+def has_outputs_without_rows(output: Any) -> bool:
+    """Return whether some floating output, of several rows, is one number: it may be anything but a sum over rows."""
+    return any(tensor.is_floating_point() and tensor.numel() == 1 for tensor in _tensors(output))
+
+
+def stand_in_loss(output: Any, target: Any = None, *, is_own: bool = False) -> Tensor:
+    """Return the sum over a model's floating outputs of their mean square; its own loss where it returns one."""
+    if is_own:
+        found = own_loss(output)
+        assert found is not None  # it had one before
         return found.reshape(())
     squares = [(tensor**2).mean() for tensor in _tensors(output) if tensor.is_floating_point() and tensor.numel()]
     return torch.stack([square.double() for square in squares]).sum() if squares else torch.zeros(())
 
 
-def with_loss(model_file: ModelFile) -> ModelFile:
-    """Return a model file that has a loss: its own, or `stand_in_loss`."""
-    return model_file if model_file.loss_fn is not None else dataclasses.replace(model_file, loss_fn=stand_in_loss)
+def with_loss(model_file: ModelFile, *, is_own: bool) -> ModelFile:
+    """Return a model file that has a loss: its own, or `stand_in_loss`; `is_own` says that the model returns one."""
+    if model_file.loss_fn is not None:
+        return model_file
+    return dataclasses.replace(model_file, loss_fn=partial(stand_in_loss, is_own=is_own))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

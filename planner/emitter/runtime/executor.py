@@ -125,7 +125,7 @@ class _Executor:
         elif self.loss_fn is not None:
             loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
         else:
-            loss = getattr(output, "loss", output)
+            loss = output["loss"] if isinstance(output, dict) and "loss" in output else getattr(output, "loss", output)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise PlanError(f"the loss is {what}, not a scalar tensor\nhint: give `setup` a loss_fn that returns one")

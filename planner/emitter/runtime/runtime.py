@@ -44,7 +44,8 @@ def setup(
 ) -> "Runtime":
     """Join the processes and return this rank's runtime; every rank calls it, with the same random seed.
 
-    The loss of a microbatch is `loss_fn(output)` or `loss_fn(output, target)`, without loss_fn the output's own `loss`.
+    The loss of a microbatch is `loss_fn(output)` or `loss_fn(output, target)`, without loss_fn the
+    output itself, or its `loss`.
     Every rank builds the model and keeps its part, bit for bit what one process has. With `checkpoint` (tensors by
     name, or the path of a torch.save file) or `initialize` (called with each module that has tensors of its own, as
     `model.apply` does) parameters are built without memory, and this rank's are filled, one module at a time.
