@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
     ("graph", "schedule", "cost"),
     ("profiler", "solver", "emitter", "runner"),
-    ("report",),
+    ("report", "peers"),
     ("cli", "__main__"),
 )
 ENGINES = {"profiler", "solver", "emitter", "runner"}

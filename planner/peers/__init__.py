@@ -1,0 +1,1 @@
+"""Other planners' inputs and objectives, as their publications and code define them."""
