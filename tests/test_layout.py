@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "planner"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner", "errors"),
     ("units",),
-    ("records", "names", "torchvision_operators", "example_rows", "own_functions"),
+    ("records", "names", "torchvision_operators", "example_rows", "own_functions", "recomputation"),
     ("arguments", "program", "sharding"),
     ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
     ("graph", "schedule", "cost"),
@@ -29,6 +29,7 @@ WITH_TORCH_INSIDE_FUNCTIONS = (
     "planner/model_file.py",
     "planner/hugging_face.py",
     "planner/shrink.py",
+    "planner/recomputation.py",
     "planner/torchvision_operators.py",
 )
 HEAVY = {"torch", "transformers"}

@@ -1,6 +1,5 @@
 """Layers that read what the model's forward sets on them: opened and equal to one process, or refused by name."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,12 +12,6 @@ from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, profile_zoo
 from tests.zoo.resets import NAMES
 
 ZOO = Path(__file__).parent / "zoo" / "resets.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool() as pool:
-        yield pool
 
 
 @cache

@@ -23,6 +23,7 @@ from planner.example_rows import takes_rows
 from planner.model_file import ModelFile, gpu_hint, model_hash, split_arguments
 from planner.profiler import user_code as user
 from planner.profiler.blocks import find_blocks
+from planner.profiler.collectives import check_alone
 from planner.profiler.drawn import Drawn
 from planner.profiler.fake import make_fake
 from planner.profiler.hidden import open_escaping
@@ -339,6 +340,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
     """
     meta = user.build(file, build_meta)
     check_initialized(meta, f"{file.build_function}()")
+    check_alone(meta)
     _check_rows(file, meta)
     first, second = ROWS
     with changed_modules(meta) as changed:

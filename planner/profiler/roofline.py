@@ -22,6 +22,7 @@ from planner.profiler.gpu_kernels import GpuKernels, dependent_launches, run_ope
 from planner.profiler.memory import LiveBytes, MemoryNumbers, follow_memory, makes_storage
 from planner.profiler.segment import SegmentRunner
 from planner.profiler.torch_internals import FakeTensor
+from planner.recomputation import recomputed_under
 
 # What attention kernels reach of what plain matrix products reach: 0.45 and 0.77 of the peak of an A100 in an
 # exploratory fit to 553 published training runs (FlashAttention 2, fp16 and bf16). Not measured here.
@@ -191,8 +192,8 @@ def compute_numbers(runner: SegmentRunner, gpu: Gpu) -> ComputedNumbers:
             torch.autograd.grad(seed, runner.grad_inputs, seed.detach(), retain_graph=True, allow_unused=True)
             input_s, _ = priced.take()
 
-    kernels = GpuKernels() if runner.fake_mode is not None else nullcontext()  # real tensors have the CPU's
-    with runner.named_errors(), kernels:
+    kernels = GpuKernels if runner.fake_mode is not None else nullcontext  # real tensors have the CPU's
+    with runner.named_errors(), kernels(), recomputed_under(kernels):
         memory = follow_memory(runner, priced, price_inputs)
     backward_s, _ = priced.take()
     if not runner.trainable:

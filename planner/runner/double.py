@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from planner.model_file import ModelFile, user_error
+from planner.recomputation import recomputed_under
 from planner.runner.draws import MatchedDraws
 from planner.runner.grouped import grouped_product
 
@@ -119,8 +121,9 @@ def exact_arithmetic(*, matched: bool = False) -> Iterator[ExactMode]:
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    modes = ExactMode(), MatchedDraws() if matched else nullcontext()  # type: ignore[no-untyped-call]
     try:
-        with ExactMode() as mode, MatchedDraws() if matched else nullcontext():  # type: ignore[no-untyped-call]
+        with modes[0] as mode, modes[1], recomputed_under(partial(exact_arithmetic, matched=matched)):
             yield mode
     finally:
         torch.set_default_dtype(before)

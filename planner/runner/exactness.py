@@ -11,7 +11,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from planner.errors import PlannerError, VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
@@ -240,8 +239,6 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
     reference = torch.load(job.reference_path, weights_only=False, mmap=True)
     model_file = with_loss(model_file, is_own=reference["is_own"])
     exact = partial(exact_arithmetic, matched=reference["is_random"])
-    if hasattr(plan, "checkpoint"):  # what backward computes again, it computes outside the modes of the forward
-        vars(plan)["checkpoint"] = partial(checkpoint, context_fn=lambda: (nullcontext(), exact()))
     batches: list[Batch] = reference["batches"]
     inputs: list[Any] = []
 
