@@ -269,6 +269,14 @@ def test_34_microbatches_must_divide_the_batch() -> None:
     assert sizes(free) == [2, 2, 2]
 
 
+def test_44_more_cuts_than_gpus_are_told_with_both_numbers() -> None:
+    case = read_case(44)
+    solution = solve_case(case_profile(case["layers"]), 2, {"cuts": "layers.0,layers.2,out"})
+    assert solution.status == "infeasible"
+    assert str(solution.conflict) == "pins: 3 cuts make 4 stages, more than the 2 GPUs"
+    assert solution.repairs
+
+
 def test_44_a_cut_names_the_first_layer_of_a_stage() -> None:
     case = read_case(44)
     profile = case_profile(case["layers"])

@@ -103,3 +103,62 @@ def test_a_lazy_module_that_no_batch_went_through_is_refused() -> None:
     with pytest.raises(CaptureError) as caught:
         capture(file)
     assert "'weight' has no shape until the first forward" in caught.value.message
+
+
+SAME = "lie in the same memory and are not one parameter"
+
+
+def share(how: str) -> nn.Module:
+    """Return two linear layers whose weights have to do with one another."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    first, second = model
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    numbers = torch.randn(32)
+    weight, parts = first.weight, numbers.view(2, 4, 4)
+    if how == "data":
+        second.weight.data = weight.data
+    elif how == "parameter of the other's values":
+        second.weight = nn.Parameter(weight.detach())
+    elif how == "transposed":
+        second.weight = nn.Parameter(weight.detach().t())
+    elif how in ("two of one tensor", "parts of one tensor", "overlapping parts"):
+        first.weight = nn.Parameter(parts[0])
+        start = {"two of one tensor": 0, "parts of one tensor": 16, "overlapping parts": 15}[how]
+        second.weight = nn.Parameter(numbers[start : start + 16].view(4, 4))
+    elif how == "values that are read":
+        assert bool(weight.detach().isfinite().all())
+        second.weight.data = weight.data
+    elif how == "both frozen":
+        second.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        weight.requires_grad_(False)
+    elif how == "tied":
+        second.weight = nn.Parameter(weight.detach())
+        second.weight = weight
+    elif how == "copied":
+        second.weight.data.copy_(weight.data)
+    return model
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "data",
+        "parameter of the other's values",
+        "transposed",
+        "two of one tensor",
+        "overlapping parts",
+        "values that are read",
+    ],
+)
+def test_parameters_in_the_same_memory_are_refused(how: str) -> None:
+    file = ModelFile(path=Path(__file__), build=lambda: share(how), example_inputs=lambda n: torch.randn(n, 4))
+    with pytest.raises(CaptureError, match=f"'0.weight' and '1.weight' {SAME}") as caught:
+        capture(file)
+    assert "b.weight = a.weight" in caught.value.hint
+
+
+@pytest.mark.parametrize("how", ["parts of one tensor", "both frozen", "tied", "copied"])
+def test_parameters_of_their_own_are_recorded(how: str) -> None:
+    file = ModelFile(path=Path(__file__), build=lambda: share(how), example_inputs=lambda n: torch.randn(n, 4))
+    assert len(capture(file).calls) == 2

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from planner.errors import CaptureError
 from planner.profiler.free_memory import free_bytes, is_out_of_memory
 from planner.profiler.memory import LiveBytes, makes_storage
+from planner.profiler.shared_memory import ParameterMemory
 from planner.profiler.user_code import user_line
 from planner.units import format_bytes
 
@@ -39,15 +40,16 @@ def build_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
     CaptureError where the constructor reads values of parameters and the model is too large to be built for real.
     """
-    mode = _WithoutValues()
+    mode, memory = _WithoutValues(), ParameterMemory()
     try:
-        with _parameters_on_meta(), mode:
+        with _parameters_on_meta(memory), mode:
             model = build()
     except Exception as error:
         if not (mode.missed or "meta" in str(error) or isinstance(error, RuntimeError)):
             raise  # else tensors without values may be the cause: `weight.data = values` needs one device, say
         model = _build_for_real(build, error)
     if isinstance(model, nn.Module):
+        memory.check(model)
         _move_parameters(model)
     return model
 
@@ -69,7 +71,7 @@ def _build_for_real(build: Callable[[], nn.Module], reason: Exception) -> nn.Mod
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta(memory: ParameterMemory) -> Iterator[None]:
     """Move every parameter to the meta device as it is registered; one that is registered twice stays one."""
     original = nn.Module.register_parameter
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
@@ -81,6 +83,7 @@ def _parameters_on_meta() -> Iterator[None]:
         reference, meta = moved.get(id(param), (None, None))
         if meta is None or reference is None or reference() is not param:  # weak: the values are to be freed
             meta = _on_meta(param)
+            memory.enter(meta, param)
             moved[id(param)] = (weakref.ref(param), meta)
         module._parameters[name] = meta
 

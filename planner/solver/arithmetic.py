@@ -59,6 +59,11 @@ def _pinned_conflict(space: Space) -> Conflict | None:
     if pins.cuts is not None and pp is not None and pp != len(pins.cuts) + 1:
         count = len(pins.cuts)
         return Conflict(constraint="pins", message=f"{count} cuts make {count + 1} stages, not pp_degree {pp}")
+    if pins.cuts is not None and len(pins.cuts) + 1 > request.num_gpus:
+        count = len(pins.cuts)
+        return Conflict(
+            constraint="pins", message=f"{count} cuts make {count + 1} stages, more than the {request.num_gpus} GPUs"
+        )
     if pins.stages:
         most = max((pp for pp, _, _ in replace(space, pins=replace(pins, stages=())).degrees()), default=0)
         layer, stage = max(pins.stages, key=lambda pin: pin[1])

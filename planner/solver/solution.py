@@ -32,7 +32,7 @@ class Repair:
     step_time_s: float
 
     def __str__(self) -> str:
-        return f"{self.description}: then a plan of {format_seconds(self.step_time_s)} per step exists"
+        return f"{self.description}: then a plan of {format_seconds(self.step_time_s)} per step, or faster, exists"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
