@@ -31,7 +31,7 @@ from planner.sharding import Move, Sharding
 
 SCHEMA_VERSION = 1
 
-Source = Literal["measured", "scaled", "computed"]
+Source = Literal["measured", "scaled", "computed", "imported"]
 # A number, flag or text that a model is given, as it is in a program.
 Constant = (
     Annotated[bool, Field(strict=True)]
@@ -245,7 +245,10 @@ def coupling_notes(loss: Loss | None, *, is_known: bool = True) -> list[str]:
 
 
 class Provenance(Record):
-    """Where a profile comes from: measured on a CPU or CUDA `device`, or computed for the GPU type `gpu`."""
+    """Where a profile comes from: measured on a CPU or CUDA `device`, or computed for the GPU type `gpu`.
+
+    One that was `imported_from` another planner's file has no model: nothing can be emitted from it.
+    """
 
     model_path: str
     model_hash: str
@@ -263,6 +266,7 @@ class Provenance(Record):
     tokens_per_row: NonNegativeInt = 0
     tp_rules: tuple[PlainText, ...] = ()
     num_threads: NonNegativeInt = 0
+    imported_from: PlainText = ""
 
 
 class ModelProfile(Record):

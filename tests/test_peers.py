@@ -107,7 +107,10 @@ numbers = st.integers(0, 9).map(float)
 def pipedream_problems(draw: st.DrawFn) -> tuple[PipeDreamGraph, PipeDreamSettings]:
     """Draw a graph and settings of one or two levels."""
     successors = draw(graphs(4))
-    nodes = tuple(PipeDreamNode(f"n{i}", draw(numbers), draw(numbers), draw(numbers)) for i in range(len(successors)))
+    nodes = tuple(
+        PipeDreamNode(f"n{i}", "Layer", draw(numbers), draw(numbers), draw(numbers), draw(numbers))
+        for i in range(len(successors))
+    )
     machines = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2)]))
     settings = PipeDreamSettings(
         num_machines=machines,
@@ -170,6 +173,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     total = count + len(backward)
     supported = [draw(st.integers(0, 5)) > 0 for _ in range(total)]
     return Workload(
+        names=tuple(map(str, range(total))),
         cpu_ms=tuple(draw(numbers) * 5 for _ in range(total)),
         accelerator_ms=tuple(draw(numbers) if supported[node] else math.inf for node in range(total)),
         sizes=tuple(draw(numbers) for _ in range(total)),
@@ -177,6 +181,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         colours=(*range(count), *backward),
         is_backward=(False,) * count + (True,) * len(backward),
         edges=tuple(edges),
+        edge_sizes=(1.0,) * len(edges),
         num_accelerators=draw(st.integers(1, 3)),
         num_cpus=draw(st.integers(0, 1)),
         accelerator_bytes=draw(st.sampled_from([15.0, 1e9])),
@@ -219,6 +224,7 @@ def piper_problems(draw: st.DrawFn) -> PiperProblem:
 
     edges = tuple((i, j, draw(numbers)) for i in nodes for j in successors[i])
     return PiperProblem(
+        names=tuple(map(str, nodes)),
         configs=tuple({degree: configs(degree) for degree in degrees} for _ in nodes),
         edges=edges,
         incoming=tuple({t: {i: draw(numbers) for i, j, _ in edges if j == node} for t in degrees} for node in nodes),

@@ -44,6 +44,7 @@ def describe_profile(file: ProfileFile) -> str:
     """Return a line for people: which profile, of what, from where."""
     origin = file.profile.provenance
     how = f"computed for {origin.gpu}" if origin.gpu else f"measured on {origin.device}"
+    how = f"imported from {origin.imported_from}" if origin.imported_from else how
     return f"profile: {file.path} ({', '.join(part for part in (file.chosen, how, origin.dtype) if part)})"
 
 

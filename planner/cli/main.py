@@ -17,6 +17,7 @@ import typer
 from planner import __version__
 from planner.cli.ending import adopt_orphans, end
 from planner.cli.explain import explain
+from planner.cli.import_ import import_
 from planner.cli.output import say
 from planner.cli.profile import profile
 from planner.cli.solve import solve
@@ -37,6 +38,7 @@ app.command()(profile)
 app.command()(solve)
 app.command()(explain)
 app.command()(verify)
+app.command("import")(import_)
 
 
 @app.callback(invoke_without_command=True)

@@ -114,12 +114,18 @@ def solve(
     from planner.emitter import emit, write_plan
     from planner.model_profile import NO_LOSS, coupling_notes
 
-    write_plan(emit(solution.plan, file.profile), output, force=force)
+    imported_from = file.profile.provenance.imported_from
+    if not imported_from:
+        write_plan(emit(solution.plan, file.profile), output, force=force)
     if as_json:
         write_json(solution_json(solution))
     else:
         write_table(plan_table(solution.plan))
-        write_line(torchrun_line(solution.plan, chosen))
+        if not imported_from:
+            write_line(torchrun_line(solution.plan, chosen))
+    if imported_from:
+        say(f"note: the profile was imported from {imported_from} and has no model: no {output.name} is written")
+        return
     is_known = file.profile.loss_is_known
     if solution.plan.num_microbatches * solution.plan.dp_degree > 1:
         for note in (*coupling_notes(file.profile.loss, is_known=is_known), *(() if is_known else (NO_LOSS,))):

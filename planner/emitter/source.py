@@ -15,6 +15,7 @@ from planner.emitter.layout import wrap_lines
 from planner.emitter.loss_code import stage_counting
 from planner.emitter.rows import name_tuple
 from planner.emitter.stages import StageCode, stage_codes
+from planner.errors import EmitError
 from planner.graph import shared_storages
 from planner.model_profile import Loss, ModelProfile
 from planner.plan import Plan
@@ -26,6 +27,11 @@ HELPERS = "planner.emitter.runtime"
 
 def emit(plan: Plan, profile: ModelProfile) -> str:
     """Return the source of plan.py, the same for the same plan and profile; EmitError where it can't be written."""
+    if profile.provenance.imported_from:
+        raise EmitError(
+            f"the profile was imported from {profile.provenance.imported_from}: there is no model to write code for",
+            hint="profile the model itself: `planner profile model.py`",
+        )
     stages = stage_codes(plan, profile)
     groups = tied_groups(profile)
     tied = frozenset(name for group in groups for name in group)

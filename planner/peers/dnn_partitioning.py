@@ -29,6 +29,7 @@ class Workload:
     of a device which does not support the node.
     """
 
+    names: tuple[str, ...]
     cpu_ms: tuple[float, ...]
     accelerator_ms: tuple[float, ...]
     sizes: tuple[float, ...]
@@ -36,6 +37,7 @@ class Workload:
     colours: tuple[int, ...]
     is_backward: tuple[bool, ...]
     edges: tuple[tuple[int, int], ...]
+    edge_sizes: tuple[float, ...]
     num_accelerators: int
     num_cpus: int
     accelerator_bytes: float
@@ -51,6 +53,7 @@ def read_workload(path: Path) -> Workload:
         for edge in edges:
             moving[index[edge["sourceId"]]] = float(edge["cost"])
         return Workload(
+            names=tuple(str(node["name"]) for node in nodes),
             cpu_ms=tuple(float(node["cpuLatency"]) for node in nodes),
             accelerator_ms=tuple(
                 float(node["fpgaLatency"]) if node["supportedOnFpga"] else float("inf") for node in nodes
@@ -60,6 +63,7 @@ def read_workload(path: Path) -> Workload:
             colours=tuple(int(node.get("colorClass", -1 - position)) for position, node in enumerate(nodes)),
             is_backward=tuple(bool(node.get("isBackwardNode", False)) for node in nodes),
             edges=tuple((index[edge["sourceId"]], index[edge["destId"]]) for edge in edges),
+            edge_sizes=tuple(float(edge.get("size", 0.0)) for edge in edges),
             num_accelerators=int(data["maxFPGAs"]),
             num_cpus=int(data["maxCPUs"]),
             accelerator_bytes=float(data["maxSizePerFPGA"]),

@@ -24,12 +24,19 @@ _NUMBERS = re.compile(r"(\w+)=(\[[^\]]*\]|[^,]*)")
 
 @dataclass(frozen=True)
 class PipeDreamNode:
-    """One layer: seconds of forward and backward together for a minibatch, bytes of its output and of its weights."""
+    """One layer: seconds of forward and of backward for a minibatch, bytes of its output and of its weights."""
 
+    key: str
     name: str
-    time_s: float
+    forward_s: float
+    backward_s: float
     activation_bytes: float
     parameter_bytes: float
+
+    @property
+    def time_s(self) -> float:
+        """Forward and backward together."""
+        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,13 @@ class PipeDreamGraph:
 
 def read_graph(path: Path) -> PipeDreamGraph:
     """Read a graph.txt, without the nodes that their optimizer removes: inputs, and indexing at the end."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        return _parse(path.read_text(encoding="utf-8").splitlines(), path)
+    except (ValueError, KeyError, IndexError) as error:
+        raise UsageError(f"{path} is no graph.txt of PipeDream: {error!r}", hint="give one of their profiles") from None
+
+
+def _parse(lines: Sequence[str], path: Path) -> PipeDreamGraph:
     nodes: dict[str, PipeDreamNode] = {}
     edges: list[tuple[str, str]] = []
     for number, line in enumerate(lines, 1):
@@ -56,8 +69,10 @@ def read_graph(path: Path) -> PipeDreamGraph:
             raise UsageError(f"{path}:{number}: {line[:60]!r} is neither a node nor an edge", hint="give a graph.txt")
         found = {key: _number(text) for key, text in _NUMBERS.findall(parts[2])}
         nodes[parts[0]] = PipeDreamNode(
+            key=parts[0],
             name=parts[1],
-            time_s=(found["forward_compute_time"] + found["backward_compute_time"]) / 1000.0,
+            forward_s=found["forward_compute_time"] / 1000.0,
+            backward_s=found["backward_compute_time"] / 1000.0,
             activation_bytes=found["activation_size"],
             parameter_bytes=found["parameter_size"],
         )

@@ -30,6 +30,7 @@ class PiperProblem:
     `incoming` and `outgoing`: per node and degree, by the node at the other end, what an edge that is cut adds there.
     """
 
+    names: tuple[str, ...]
     configs: tuple[dict[int, tuple[PiperConfig, ...]], ...]
     edges: tuple[tuple[int, int, float], ...]
     incoming: tuple[dict[int, dict[int, float]], ...]
@@ -73,6 +74,7 @@ def read_problem(path: Path) -> PiperProblem:
                         hint="give the recomputed one what the other one has",
                     )
         return PiperProblem(
+            names=tuple(str(node["name"]) for node in data["nodes"]),
             configs=tuple(
                 {int(degree): tuple(map(_config, listed)) for degree, listed in node["TMPCs"].items()}
                 for node in data["nodes"]
