@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "planner"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner", "errors"),
     ("units",),
-    ("records", "names", "torchvision_operators", "example_rows", "own_functions", "recomputation"),
+    ("records", "names", "torchvision_operators", "example_rows", "own_functions", "recomputation", "random_operators"),
     ("arguments", "program", "sharding"),
     ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
     ("graph", "schedule", "cost"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.emitter import emit, write_plan
 from planner.errors import CaptureError, ProfileError
@@ -10,6 +11,7 @@ from planner.model_file import load_model_file
 from planner.profiler import pricing, profile_model
 from planner.profiler.capture import capture
 from planner.runner import verify
+from planner.runner.batches import _vary
 from planner.runner.pool import WorkerPool
 from tests.zoo.plans import even_plan
 
@@ -35,7 +37,7 @@ def test_checks_of_values_are_told_and_computed_by_no_plan() -> None:
     "name",
     [
         *("plain_tensors", "checked", "first_has_more"),
-        *("numbers_of_numpy", "masked_encoder", "complex_product"),
+        *("numbers_of_numpy", "masked_encoder", "complex_product", "sequences"),
     ],
 )
 def test_is_exact(pool: WorkerPool, tmp_path: Path, name: str) -> None:
@@ -47,7 +49,8 @@ def test_is_exact(pool: WorkerPool, tmp_path: Path, name: str) -> None:
         microbatch_sizes=(1, 2),
         tp_degrees=(1, 2),
     )
-    for number, layout in enumerate(({"pp_degree": 2}, {"pp_degree": 2, "tp_degree": 2})):
+    layouts = ({"pp_degree": 2}, {"pp_degree": 2, "tp_degree": 2})
+    for number, layout in enumerate((*layouts, {"dp_degree": 2}) if name == "sequences" else layouts):
         path = tmp_path / f"plan_{number}.py"
         write_plan(emit(even_plan(profile, **layout), profile), path)
         report = verify(path, pool=pool, timeout_s=120)
@@ -101,3 +104,33 @@ def test_a_block_that_resets_what_a_module_in_it_keeps_is_divided(tmp_path: Path
 def test_a_number_of_results_that_follows_the_rows_is_told() -> None:
     with pytest.raises(CaptureError, match=r"the number of values \(2 or 3\) of `unbind` differs between batches"):
         capture(load_model_file(f"{ZOO}:build_row_by_row", inputs="inputs_row_by_row"))
+
+
+def test_a_parameter_that_forward_sets_in_a_module_called_whole_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"1 can't be called whole: it changes its own parameter 'scale'"):
+        capture(load_model_file(f"{ZOO}:build_starts_from_data", inputs="inputs_starts_from_data"))
+
+
+def test_a_loss_that_reads_a_value_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        """import torch
+def build_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+def example_inputs(batch_size):
+    return torch.randn(batch_size, 4)
+def loss_fn(output):
+    return output.mean() if output.sum().item() > 0 else output.sum()
+""",
+        encoding="utf-8",
+    )
+    with pytest.raises(CaptureError, match=r"model.py:7: `item` in loss_fn reads the value of a tensor"):
+        capture(load_model_file(str(path)))
+
+
+def test_other_data_keeps_the_infinities_of_masks() -> None:
+    mask = torch.full((5, 5), float("-inf")).triu(1)
+    varied = _vary(mask, torch.Generator().manual_seed(0), 0)
+    assert torch.equal(varied.isinf(), mask.isinf())
+    assert not varied.isnan().any()
+    assert bool((varied[mask == 0] != 0).all())

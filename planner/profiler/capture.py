@@ -149,15 +149,22 @@ def _with_draws(run: Callable[[tuple[str, ...]], Recording]) -> Recording:
             return run(drawing)
         except CaptureError as error:
             first = first or error
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, DrewError):
-                cause = cause.__cause__
+            cause = next((item for item in _causes(error) if isinstance(item, DrewError)), None)
             more = () if cause is None else tuple(name for name in cause.functions if name not in drawing)
             if not more and (cause is not None or Drawn.__name__ in error.message):  # what was drawn is used otherwise
                 raise first from first.__cause__
             if not more:
                 raise
             drawing += more
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__
 
 
 def _record(

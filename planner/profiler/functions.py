@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from planner.random_operators import draws_numbers
+
 OPAQUE_FUNCTION = "is a custom autograd function, whose gradient only its own code knows"
 OPAQUE_HINT = "call it in the forward of a module of its own, which is then kept whole"
-
-RANDOM = torch.Tag.nondeterministic_seeded  # torch's own mark of operators that draw random numbers
 
 Run = Callable[..., Any]
 Seen = Callable[[type, Run, tuple[Any, ...], dict[str, Any]], Any]
@@ -75,16 +75,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.count += RANDOM in func.tags and not _drops_nothing(func, args, kwargs)
+        self.count += draws_numbers(func, args, kwargs)
         return func(*args, **kwargs)
-
-
-def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator that only draws to drop something (attention, recurrent layers) drops nothing."""
-    for position, item in enumerate(func._schema.arguments):
-        if item.name in ("p", "dropout_p", "dropout"):
-            return not (args[position] if position < len(args) else kwargs.get(item.name, item.default_value))
-    return False
 
 
 class PythonRandom:

@@ -84,6 +84,24 @@ def _grouped_product(
     return left.new_empty(shape, dtype=out_dtype)
 
 
+def _ctc_loss(
+    mode: FakeTensorMode, func: Any, log_probs: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Return the fake losses of sequences, and what backward reads, as large as the longest target makes it at most.
+
+    torch's own fake operator refuses: how much backward reads depends on the values of the targets' lengths.
+    """
+    length, rows = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+    longest = targets.shape[-1]
+    return log_probs.new_empty((rows,)), log_probs.new_empty((rows, length, 2 * longest + 1))
+
+
+def _ctc_loss_backward(
+    mode: FakeTensorMode, func: Any, grad: Any, log_probs: torch.Tensor, *args: Any, **kw: Any
+) -> Any:
+    return torch.empty_like(log_probs)
+
+
 _detect_is_causal_mask = nn.modules.transformer._detect_is_causal_mask
 
 
@@ -100,4 +118,8 @@ def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: i
 
 if torch.__version__.split(".")[:2] == TESTED_TORCH.split("."):  # another version is refused by `check_torch`
     fake_impls.register_op_impl(torch.ops.aten._grouped_mm.default)(_grouped_product)
+    for ctc_loss in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
+        fake_impls.register_op_impl(ctc_loss)(_ctc_loss)
+    for backward in (torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor):
+        fake_impls.register_op_impl(backward)(_ctc_loss_backward)
     nn.modules.transformer._detect_is_causal_mask = _is_causal

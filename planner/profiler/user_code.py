@@ -86,6 +86,8 @@ def loss(file: ModelFile, target: Any) -> Loss | None:
     def call(output: Any) -> Any:
         try:
             found = loss_fn(output, *arguments)
+        except PlannerError:  # of the recording, not of the user's code
+            raise
         except (Exception, SystemExit) as error:
             hint = ""
             if isinstance(error, TypeError) and "argument" in str(error):

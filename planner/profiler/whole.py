@@ -95,7 +95,11 @@ class WholeRuns:
         lengths = [len(value) for value in _containers((filled, named))]
         versions = [value._version for _, value in given.values()]
         before = {owner: plain_attributes(vars(inner)) for owner, inner in real.named_modules()}
+        weights = {name: value.detach().clone() for name, value in real.named_parameters()}
         result = real(*filled, **named)
+        for name, value in real.named_parameters():
+            if real.training and not torch.equal(weights[name], value):
+                raise CannotRunError(f"it changes its own parameter {name!r}, which is for the training loop to do")
         if [value._version for _, value in given.values()] != versions:
             raise CannotRunError("it writes into its arguments")
         if [len(value) for value in _containers((filled, named))] != lengths:

@@ -126,7 +126,8 @@ def _draw(model_file: ModelFile, num_rows: int, seed: int) -> tuple[tuple[Any, .
 def _vary(tensor: Tensor, generator: torch.Generator, dim: int) -> Tensor:
     """Return other values for a tensor that every call gives alike; rows (along `dim`) that are all the same stay."""
     if tensor.is_floating_point():
-        spread = float(tensor.double().std()) if tensor.numel() > 1 else 0.0
+        finite = tensor.double()[tensor.isfinite()]  # infinities mask: they stay, and say nothing of the others
+        spread = float(finite.std()) if finite.numel() > 1 else 0.0
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         return tensor.double() + 0.1 * (spread or 1.0) * noise
     if tensor.numel() < 2 or tensor.dtype == torch.bool or bool((tensor == tensor.narrow(dim, 0, 1)).all()):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.own_functions import Function, own_function, replaced
+from planner.random_operators import draws_numbers
 
 _SEED = 4177
 # Operators that draw every element alike, from their other arguments: one row of such numbers stands for all rows.
@@ -18,6 +19,18 @@ _FILLS = {
     *("uniform_", "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"),
     *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like"),
 }
+
+
+class CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the calls of operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += draws_numbers(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 class MatchedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from planner.errors import PlannerError, VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
 from planner.runner.batches import Batch, make_batches
 from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
-from planner.runner.draws import MatchedDraws, draws_like
+from planner.runner.draws import CountedDraws, MatchedDraws, draws_like
 from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Outcome, Reference
 from planner.runner.rank import RankContext
 from planner.runner.stand_in import NOT_PROVED, WITHOUT_ROWS, has_outputs_without_rows, own_loss, with_loss
@@ -89,7 +89,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
         if told.coupled and _rows_are_apart(model, model_file, job):
             told = replace(told, coupled=())
         batches = _batches(model, model_file, job, told, not_proved)
-        is_random = not _is_repeatable(model, model_file, batches[0], job.microbatch_size)
+        is_random = _is_random(model, model_file, batches[0], job.microbatch_size)
         if is_random:
             stack.enter_context(MatchedDraws())  # type: ignore[no-untyped-call]
             _check_repeatable(model, model_file, batches[0], job.microbatch_size)
@@ -440,6 +440,13 @@ def _check_mean(whole: float, mean: float, job: ExactJob) -> None:
             f"gradients would be {count} times too small",
             hint='return the mean over rows from loss_fn, as reduction="mean" does',
         )
+
+
+def _is_random(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> bool:
+    """Return whether random numbers may change the loss: those drawn here may happen to change nothing."""
+    with CountedDraws() as draws:
+        repeatable = _is_repeatable(model, model_file, batch, rows)
+    return draws.count > 0 or not repeatable
 
 
 def _is_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> bool:

@@ -291,3 +291,84 @@ class RowByRow(nn.Module):
 
 build_row_by_row = RowByRow
 inputs_row_by_row = inputs_complex_product
+
+
+class Bands(nn.Module):
+    """Tables that forward reads one of, in a module that asks for the other one whenever it is moved (timm's rope)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bands", torch.linspace(1, 2, WIDTH), persistent=False)
+        self.register_buffer("table", torch.sin(torch.arange(WIDTH) * self.bands), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Bands":
+        super()._apply(fn, recurse)
+        self.bands = self.bands.to(torch.float32) if self.bands.dtype == torch.float16 else self.bands
+        return self
+
+
+class SeldomDropped(nn.Module):
+    """Rows that a random number leaves out so seldom that it hardly ever does; a weight that is stored transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0].t())
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.empty(x.size(0), 1, dtype=x.dtype, device=x.device).bernoulli_(0.999)
+        out: Tensor = x + self.out(torch.tanh(x @ self.weight)) * kept / 0.999
+        return out
+
+
+class Sequences(nn.Module):
+    """A recognizer of sequences whose forward returns the loss of alignments (CTC) by the lengths it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope, self.stem = Bands(), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(SeldomDropped() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, text: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        rows, length, _ = x.shape
+        x = (self.stem(x) * self.rope.table).flatten(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        log_probs = F.log_softmax(self.head(x), -1).view(rows, length, -1).transpose(0, 1)
+        steps = torch.full((rows,), length, dtype=torch.long, device=x.device)
+        return {"loss": F.ctc_loss(log_probs, text, steps, lengths)}
+
+
+build_sequences = Sequences
+
+
+def inputs_sequences(batch_size: int) -> dict[str, Tensor]:
+    """Return rows, the text in each and how long it is."""
+    text = torch.randint(1, 5, (batch_size, 3))
+    return {"x": torch.randn(batch_size, 8, WIDTH), "text": text, "lengths": torch.randint(1, 4, (batch_size,))}
+
+
+class StartsFromData(nn.Module):
+    """A scale that its first batch sets (Glow's actnorm): a parameter that forward writes, in a module that looks at a
+    value.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("started", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.started.item() == 0:
+            self.scale.data.copy_(1 / x.detach().std(0))
+            self.started.fill_(1)
+        return x * self.scale
+
+
+def build_starts_from_data() -> nn.Module:
+    """Return a model with such a scale between layers."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), StartsFromData(), nn.Linear(WIDTH, WIDTH))
+
+
+inputs_starts_from_data = inputs_complex_product

@@ -27,6 +27,8 @@ def _distribute(stage: PlanStage, group: dist.ProcessGroup, mode: str, *, mixed:
 
         wrap = replicate
     wrap = partial(wrap, mesh=mesh, mp_policy=policy, ignored_params={p for p in stage.parameters() if p.dim() == 0})
+    for param in stage.parameters():  # kept transposed or channels last, which these can't hold
+        param.data = param.data.contiguous()
     for unit in stage.units:
         wrap(stage.get_submodule(unit))
     wrap(stage)

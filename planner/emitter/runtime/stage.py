@@ -3,7 +3,7 @@
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -171,6 +171,7 @@ class PlanStage(nn.Module):
             if part not in parent._modules:
                 shell = object.__new__(type(owner))
                 vars(shell).update(vars(owner), _non_persistent_buffers_set=set())
+                vars(shell)["_apply"] = partial(nn.Module._apply, shell)  # the class's own may read what is not here
                 for kind in ("_parameters", "_buffers", "_modules"):
                     vars(shell)[kind] = {key: None for key, value in vars(owner)[kind].items() if value is None}
                 parent.add_module(part, shell)
