@@ -74,6 +74,40 @@ def test_awkward_blocks_are_exact(kind: str, pool: WorkerPool, tmp_path: Path) -
     assert report.ok, report.rows[:3]
 
 
+def profile_products(way: str) -> ModelProfile:
+    return profile_model(
+        f"{ZOO.with_name('products.py')}:build_{way}",
+        inputs="inputs",
+        gpu="h100-sxm",
+        dtype="float32",
+        microbatch_sizes=(2,),
+        tp_degrees=(1, 2),
+    )
+
+
+@pytest.mark.parametrize("way", ["added", "cast", "scaled", "multiplied"])
+def test_linear_layers_with_a_forward_of_their_own_are_divided(way: str, pool: WorkerPool, tmp_path: Path) -> None:
+    profile = profile_products(way)
+    for block in profile.layer_classes:
+        found = block.sharding("tensor", 2)
+        assert found is not None
+        dims = {name: part.dim for name, part in found.parameters.items()}
+        assert dims == {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+    path = tmp_path / "plan.py"
+    write_plan(emit(even_plan(profile, tp_degree=2, num_microbatches=2), profile), path)
+    report = verify(path, pool=pool, timeout_s=120)
+    assert report.ok, report.rows[:3]
+
+
+def test_linear_layers_with_a_forward_of_their_own_say_why_they_stay_whole() -> None:
+    block = profile_products("odd").layer_classes[0]
+    assert not block.shardings
+    [whole] = block.whole
+    assert whole.reason == (
+        "no division of up, down over 2 was found that computes the same; up: dimension 15 does not divide by 2"
+    )
+
+
 @pytest.mark.parametrize(("kind", "style"), [("scaled", {"": "vocabulary"}), ("placed", None)])
 def test_an_embedding_that_only_scales_its_rows_is_divided(
     kind: str, style: dict[str, str] | None, pool: WorkerPool, tmp_path: Path

@@ -105,12 +105,14 @@ def allowed_by_others(classes: Sequence[tuple[OpenedClass, Sequence[WholeAt]]]) 
 
 def undivided_at(opened: OpenedClass, layer: LayerBody, degree: int) -> WholeAt:
     """Return why a class, for which no sharding was found, stays whole at a degree."""
-    reason = _reason(opened, degree)
     divisible = [name for name, info in opened.modules.items() if info.kind in ("linear", "embedding")]
-    if opened.body is not None and divisible:
-        known = refusals(layer, degree)
-        why = next(((name, known[f"{name}.weight"]) for name in divisible if f"{name}.weight" in known), None)
-        reason += f"; {why[0]}: {why[1]}" if why is not None else ""
+    if opened.body is None:
+        return WholeAt(tp_degree=degree, reason=_reason(opened, divisible, degree))
+    known = refusals(layer, degree)
+    if not divisible:  # matrices that code reads by itself, as of a linear layer with a forward of its own
+        divisible = [name.removesuffix(".weight") for name in known if len(layer.parameter_shapes[name]) > 1]
+    why = next(((name, known[key]) for name in divisible for key in (f"{name}.weight", name) if key in known), None)
+    reason = _reason(opened, divisible, degree) + (f"; {why[0]}: {why[1]}" if why is not None else "")
     return WholeAt(tp_degree=degree, reason=reason)
 
 
@@ -135,12 +137,11 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     return dict(config) if isinstance(config, dict) else dict(getattr(config, "__dict__", {}))
 
 
-def _reason(opened: OpenedClass, degree: int) -> str:
-    divisible = {name: info for name, info in opened.modules.items() if info.kind in ("linear", "embedding")}
+def _reason(opened: OpenedClass, divisible: Sequence[str], degree: int) -> str:
     if not divisible:
         return "it has no linear or embedding layer"
     if opened.body is None:
-        info = divisible[""]
+        info = opened.modules[""]
         size, what = _size(info)
         if size % degree:
             return f"its {size} {what} do not divide by {degree}"

@@ -54,6 +54,27 @@ def _matmul(context: Context, node: Node) -> RuleState:
     return _product(context, node.args[0], node.args[1], len(context.result_shape(node)))
 
 
+@rule("addmm")
+def _added_product(context: Context, node: Node) -> RuleState:
+    """A bias and a product: divided by columns, as both are, or by the rows of the first factor."""
+    if len(node.args) != 3 or node.kwargs:
+        raise IllegalShardingError(f"{operation_name(node)} with factors, or with arguments by name")
+    bias, left, right = node.args
+    rank = len(context.result_shape(node))
+    made = _product(context, left, right, rank)
+    if made == PARTIAL:
+        raise IllegalShardingError("divided by rows, every rank would add the bias")
+    if made is None and context.state(bias) is not None:
+        raise IllegalShardingError("a divided bias is added to a whole product")
+    position = made.dim - rank + len(context.shape(bias)) if isinstance(made, Shard) else -1
+    wanted = made.at(position) if isinstance(made, Shard) and position >= 0 else None
+    if wanted is not None and context.shape(bias)[position] == 1:
+        wanted = None
+    if context.state(bias) != wanted:
+        raise IllegalShardingError("the bias is not divided as the product is")
+    return made
+
+
 def _product(context: Context, left: Any, right: Any, out_rank: int) -> RuleState:
     """Return the state of a matrix product; PARTIAL where both factors are divided along what it sums over."""
     states = (context.state(left), context.state(right))

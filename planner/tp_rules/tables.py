@@ -198,19 +198,24 @@ _MAKING = words("new_empty new_zeros new_ones new_full zeros ones empty full")
 
 
 def _rows_with_bias(tables: Tables, node: Node, results: list[str]) -> list[Row]:
-    """Return the rows of a linear function divided by rows whose bias one rank adds."""
-    if operation_name(node) != "linear":
+    """Return the rows of a linear function, or of a bias and a product, divided by rows: one rank adds the bias."""
+    name = operation_name(node)
+    if name == "linear":
+        x, weight = argument(node, 0, "input")[0], argument(node, 1, "weight")[0]
+        bias, contracted = argument(node, 2, "bias")[0], 1
+    elif name == "addmm" and len(node.args) == 3 and not node.kwargs:
+        (bias, x, weight), contracted = node.args, 0
+    else:
         return []
-    x, weight = argument(node, 0, "input")[0], argument(node, 1, "weight")[0]
-    bias = argument(node, 2, "bias")[0]
-    if not (isinstance(x, Ref) and isinstance(weight, ParamRef) and isinstance(bias, ParamRef)):
+    if not (isinstance(x, Ref) and isinstance(weight, Ref | ParamRef) and isinstance(bias, ParamRef)):
         return []
     last = len(tables.layer.body.tensors[x.name].shape) - 1
     rows = []
     for shard in tables.shards(x):
-        if shard.dim == last and not shard.sequence and shard.at(1) in tables.states.get(weight, {}):
+        cut = shard.at(contracted)
+        if shard.dim == last and not shard.sequence and cut in tables.states.get(weight, {}):
             tables.admit(bias, PARTIAL)
-            needs: tuple[tuple[Operand, State], ...] = ((x, shard), (weight, shard.at(1)), (bias, PARTIAL))
+            needs: tuple[tuple[Operand, State], ...] = ((x, shard), (weight, cut), (bias, PARTIAL))
             rows.append(Row(needs, ((results[0], PARTIAL),)))
     return rows
 
