@@ -49,14 +49,13 @@ def is_chain(profile: ModelProfile) -> bool:
     return sorted(graph.edges) == [(index, index + 1) for index in range(len(profile.layers) - 1)]
 
 
-def spine(profile: ModelProfile, weights: Iterable[float], *, gradients: bool) -> tuple[int, ...]:
+def spine(graph: "nx.DiGraph[int]", weights: Iterable[float], *, gradients: bool) -> tuple[int, ...]:
     """Return the heaviest path through the layers: each waits for the one before it (`gradients`: in backward).
 
     `weights` are seconds per layer. A chain's spine is the whole chain.
     """
     import networkx as nx
 
-    graph = layer_graph(profile)
     seconds = list(weights)
     best: dict[int, tuple[float, int]] = {}
     for node in nx.lexicographical_topological_sort(graph):

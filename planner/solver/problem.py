@@ -114,7 +114,7 @@ class Problem:
         start = min((float(positions[0].states.tail_s[0, b]) for b in range(1, count + 1)), default=0.0)
         self.start_tail_s = start + self.least_tied_s
         self._messages: dict[tuple[int, int, int], tuple[Floats, Floats, Bools, Bools]] = {}
-        self.extra: list[Floats] = [self._least_extra(position) for position in positions]
+        self._extra: list[Floats] = []
 
     def _least_tied(self, shared: Sequence[tuple[SharedStorage, int]], rules: StateRules, route: Route) -> float:
         """Return seconds of gradient sums that stage 0 takes part in whatever the cuts: layer 0's with a late layer."""
@@ -125,6 +125,31 @@ class Problem:
                 num_bytes = elements * rules.grad_bytes_per_element / rules.num_shards
                 seconds += collective_s("all_reduce", num_bytes, 2, route)
         return seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether any stages hold all layers, each recomputed as far as it can be."""
+        reached: Bools = np.zeros(self.num_layers + 1, dtype=bool)
+        reached[0] = True
+        for position in self.positions:
+            first, last = int(reached.argmax()), len(reached) - int(reached[::-1].argmax())
+            rows = slice(first, last)
+            table = position.layers
+            need = (
+                position.in_flight * table.kept_least[rows] + table.transient[rows] + position.states.fixed_bytes[rows]
+            )
+            possible = (need <= position.budget_bytes) & position.allowed[rows] & reached[rows, None]
+            reached = np.asarray(possible.any(axis=0))
+            if not reached.any():
+                return False
+        return bool(reached[-1])
+
+    @property
+    def extra(self) -> list[Floats]:
+        """Seconds of recomputation that [a, b) needs, by position: at least, until the search knows better."""
+        if not self._extra:
+            self._extra = [self._least_extra(position) for position in self.positions]
+        return self._extra
 
     def _least_extra(self, position: Position) -> Floats:
         """Return seconds of recomputation that [a, b) needs at least; inf where it fits in no way or is not allowed."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from planner.cost.communication import Route
 from planner.cost.states import StateRules
-from planner.graph import shared_updates, spine
+from planner.graph import layer_graph, shared_updates, spine
 from planner.plan import Origin, Plan, Stage
 from planner.schedule import num_in_flight
 from planner.solver.branch import Span
@@ -21,6 +21,7 @@ class Problems:
 
     def __init__(self, space: Space, origin: Origin) -> None:
         self.space, self.origin = space, origin
+        self._graph = layer_graph(space.pricer.profile)
         self._crossings: dict[int, Crossing] = {}
         self._tables: dict[tuple[int, int, Shardings, Route], LayerTable] = {}
         self._spines: dict[tuple[int, int, Shardings, Route], tuple[tuple[int, ...], ...]] = {}
@@ -45,10 +46,9 @@ class Problems:
                     pricer, self._crossings[rows], rows, tp, shardings, route, space.recompute_choices
                 )  # fmt: skip
                 self._tables[key] = table
-                profile = pricer.profile
                 self._spines[key] = (
-                    spine(profile, table.forward.tolist(), gradients=False),
-                    spine(profile, table.backward.tolist(), gradients=True),
+                    spine(self._graph, table.forward.tolist(), gradients=False),
+                    spine(self._graph, table.backward.tolist(), gradients=True),
                 )
             table = self._tables[key]
             dp_route = over.data[s]

@@ -98,7 +98,11 @@ def search(
                 branch.search(incumbent.step_time_s, incumbent.offer, budget)
             else:  # sharpen its bound, and let it wait for its turn again
                 budget.spend()
-                waiting_branch = branch or Branch(problems.of(setting))
+                problem = problems.of(setting) if branch is None else branch.problem
+                if not problem.fits:
+                    branch = None
+                    continue
+                waiting_branch = branch or Branch(problem)
                 if branch is not None:
                     branch.refine(incumbent.step_time_s, budget)
                 sharper = max(bound, waiting_branch.root_bound)
