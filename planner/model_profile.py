@@ -28,6 +28,7 @@ from planner.records import (
     write_text,
 )
 from planner.sharding import Move, Sharding
+from planner.units import counted
 
 SCHEMA_VERSION = 1
 
@@ -241,7 +242,8 @@ def coupling_notes(loss: Loss | None, *, is_known: bool = True) -> list[str]:
     coupled = loss.coupled if loss is not None else ()
     shown = [text for text in coupled if not text.endswith((BATCH_NORM, WRITES_BUFFER))]
     what = "this loss" if is_known else "what the model computes"
-    return [f"microbatches may change {what} (verify tells by how much): {text}" for text in shown]
+    more = f", and {counted(len(shown) - 1, 'other place')}" if len(shown) > 1 else ""
+    return [f"microbatches may change {what} (verify tells by how much): {text}{more}" for text in shown[:1]]
 
 
 class Provenance(Record):

@@ -464,6 +464,7 @@ def test_bad_models(run: Run, model: Path) -> None:
         return run("profile", "model.py", "--device", "cpu", *arguments)
 
     run("profile", "none.py").assert_one_error(2, "none.py", "does not exist")
+    run("profile", "model.py", "-o", "model.py").assert_one_error(2, "-o model.py", "a profile is JSON")
     profile(MODEL).assert_one_error(2, "build_model", "def build_model()", "Net", "Block")
     profile(MODEL + FUNCTIONS.replace("example_inputs", "inputs")).assert_one_error(2, "def example_inputs(batch_size")
     profile(MODEL + FUNCTIONS.replace("build_model", "make")).assert_one_error(2, "build_model")
@@ -558,8 +559,9 @@ def test_an_edited_plan_is_kept(run: Run, profiled: Path) -> None:
     assert run("solve", "--gpus", "2", "--force").code == 0
     assert Path("plan.py").read_text() == written
     Path("notes.py").write_text("print('mine')\n")
-    run("solve", "--gpus", "2", "-o", "notes.py").assert_one_error(2, "notes.py", "--force")
-    assert Path("notes.py").read_text() == "print('mine')\n"
+    for options in ((), ("--force",)):  # a model's own file, say, is nobody's to replace
+        run("solve", "--gpus", "2", "-o", "notes.py", *options).assert_one_error(2, "notes.py", "no file that planner")
+        assert Path("notes.py").read_text() == "print('mine')\n"
 
 
 def test_no_plan_is_told_with_repairs(run: Run, profiled: Path) -> None:

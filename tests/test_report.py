@@ -9,10 +9,12 @@ from strategies import ORIGIN, equal_profile, make_cluster, make_plan, random_pr
 from planner import cost
 from planner.cluster import Cluster
 from planner.model_profile import ModelProfile
-from planner.plan import Plan
+from planner.plan import Plan, WholePart
 from planner.report import explain, plan_json, plan_table, profile_table, solution_json, timeline
 from planner.report.text import layer_ranges, rank_ranges
 from planner.solver import Solution, SolveRequest, solve
+
+HELD = (("q", "view"), ("k", "view_2"))
 
 
 def shown(*renderables: object, width: int = 200) -> str:
@@ -48,6 +50,21 @@ def test_layers_are_shown_as_ranges(names: list[str], text: str) -> None:
 
 def test_ranks_are_shown_as_ranges() -> None:
     assert rank_ranges([0, 1, 2, 5, 8, 9]) == "0-2, 5, 8-9"
+
+
+def test_what_stays_whole_is_told_by_reason() -> None:
+    profile = timed_profile([1.0, 1.0], [2.0, 2.0])
+    plan = priced(make_plan(profile, [1], m=3), profile)
+    assert plan.prediction is not None
+    layers = ("h.0", "h.1")
+    parts = [WholePart(layers=layers, module=name, param_count=64, reason=f"3 heads ({op})") for name, op in HELD]
+    parts.append(WholePart(layers=("h.2",), param_count=8, reason="3 heads"))
+    parts.append(WholePart(layers=("h.2",), module="o", param_count=8, reason="a sum (add)"))
+    plan = plan.replace(prediction=plan.prediction.replace(whole=tuple(parts)))
+    assert [line for line in shown(plan_table(plan)).splitlines() if line.startswith("whole")] == [
+        "whole on every tensor-parallel rank: q, k of h.0-1 (64 parameters each); h.2 (8 parameters): 3 heads",
+        "whole on every tensor-parallel rank: o of h.2 (8 parameters): a sum",
+    ]
 
 
 def test_the_schedule_is_drawn_to_scale() -> None:

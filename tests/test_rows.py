@@ -55,6 +55,8 @@ def profile(folder: Path, code: str):  # type: ignore[no-untyped-def]
         ("h * (2 * rows + 1)", "`mul` computes with the number of rows"),
         ("torch.cat([h, torch.zeros(rows * (3 - rows) + rows * rows, 8)])", ""),
         ("h * rows", "a value of each row depends on the number of rows"),
+        ("h + torch.arange(rows)[:, None] * 0.1", "`mul` computes with the numbers of the batch's rows"),
+        ("h[torch.arange(rows).view(-1)] + h[torch.arange(rows), torch.arange(rows) * 0][:, None]", ""),
         ("h * torch.tensor(rows)", ""),  # the rows of the whole step
         ("(torch.full((rows, 1), rows) / rows) * h", ""),
     ],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from planner.emitter import runtime
-from planner.emitter.runtime.checks import PlanError, model_hash
+from planner.emitter.runtime.checks import PlanError, _check_stages, model_hash
 from planner.emitter.runtime.communication import _join, _shard
 from planner.emitter.runtime.executor import stage_actions
 from planner.emitter.runtime.generators import _drawing_function, _seeded_generators
@@ -176,3 +176,20 @@ def test_float64_has_no_narrower_values() -> None:
     assert Value("x", dtype=torch.complex64).dtype_in(torch.float64) is torch.complex128
     assert Value("x", dtype=torch.complex64).dtype_in(torch.bfloat16) is torch.complex64
     assert Value("x", dtype=torch.int64).dtype_in(torch.float64) is torch.int64
+
+
+class _First(PlanStage):
+    sends = (Value("x", targets=(1,)),)
+
+
+class _Last(PlanStage):
+    receives = (Value("x", source=0),)
+
+
+def test_stages_that_were_swapped_are_told() -> None:
+    plan = {"stages": [{}, {}]}
+    _check_stages(plan, (_First, _Last))
+    with pytest.raises(PlanError, match="_Last is at place 0 of STAGES, and passes 'x' as another stage does"):
+        _check_stages(plan, (_Last, _First))
+    with pytest.raises(PlanError, match="STAGES has 1 classes, and PLAN 2 stages"):
+        _check_stages(plan, (_First,))

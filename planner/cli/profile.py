@@ -62,6 +62,8 @@ def profile(
         raise UsageError(
             f"--device {device} measures and --gpu {gpu} computes: they exclude each other", hint="give one of the two"
         )
+    if output is not None and output.suffix == ".py":
+        raise UsageError(f"-o {output}: a profile is JSON, and this names Python code", hint="give a name.json")
     from planner.model_profile import write_profile
     from planner.profiler import profile_model
     from planner.tp_rules import parse_rules

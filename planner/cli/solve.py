@@ -65,6 +65,7 @@ def solve(
     for option, count in (("--gpus", gpus), ("--global-batch-size", global_batch_size)):
         if count is not None and count < 1:
             raise UsageError(f"{option} {count} is less than 1", hint="give a positive number")
+    from planner.emitter import check_overwrite
     from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, check_size
 
     pins, exclusions = parse_pairs(pin or [], "--pin"), parse_pairs(exclude or [], "--exclude")
@@ -74,6 +75,7 @@ def solve(
     batch = global_batch_size or SAMPLES_PER_GPU * gpus
     check_size("--gpus", gpus, MAX_NUM_GPUS)
     check_size("--global-batch-size", batch, MAX_GLOBAL_BATCH_SIZE)
+    check_overwrite(output, force=force)  # before the search, not after
     file = load_profile(profile)
     say(describe_profile(file))
     chosen = choose_cluster(cluster, gpus, file.profile)

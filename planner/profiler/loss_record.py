@@ -11,6 +11,7 @@ from planner.profiler.blocks import find_blocks, select_calls
 from planner.profiler.capture import Capture, map_tensors, named_tensors
 from planner.profiler.loss import Meaning, read_meaning
 from planner.profiler.recording import Call
+from planner.profiler.row_numbers import row_number_couplings
 from planner.program import Program
 
 
@@ -43,6 +44,8 @@ def read_loss(captured: Capture, blocks: tuple[str, ...]) -> tuple[Capture, list
     if closed := sorted(meaning.inside - opened):
         text = f"{closed[0]}: divides by a count of the batch inside a block, which stays one call"
         meaning = replace(meaning, coupled=(*meaning.coupled, text))
+    if numbered := row_number_couplings(captured.calls, captured.tensors):
+        meaning = replace(meaning, coupled=(*meaning.coupled, *numbered))
     changed = replace(
         captured,
         loss_calls=tuple(meaning.loss_calls),

@@ -1,5 +1,7 @@
 """A plan for people: its stages, why it is this one, what the others lack. Meaning is in words, never in colour."""
 
+import re
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,6 +13,7 @@ from planner.report.timeline import timeline
 from planner.units import counted, format_bytes, format_count, format_seconds
 
 OWNERS = tuple(MemoryUse.model_fields)
+_OPERATION = re.compile(r" \(\w+\)(?=$|;)")  # which operation of the layer a reason is about
 
 
 def headline(plan: Plan) -> str:
@@ -85,14 +88,18 @@ def sharding_lines(plan: Plan) -> list[str]:
 
 
 def whole_lines(plan: Plan) -> list[str]:
-    """Return a line for whatever every tensor-parallel rank holds whole, with the reason."""
-    lines = []
+    """Return a line for each reason why every tensor-parallel rank holds something whole, with what that is."""
+    alike: dict[tuple[str, tuple[str, ...], int], list[str]] = {}  # modules of the same layers, as large
     for part in plan.prediction.whole if plan.prediction else ():
-        what = f"{part.module} of {layer_ranges(part.layers)}" if part.module else layer_ranges(part.layers)
-        each = " each" if len(part.layers) > 1 else ""
-        count = f"{format_count(part.param_count)} parameters{each}"
-        lines.append(f"whole on every tensor-parallel rank: {what} ({count}): {part.reason}")
-    return lines
+        key = (_OPERATION.sub("", part.reason), part.layers, part.param_count)
+        alike.setdefault(key, []).append(part.module)
+    found: dict[str, list[str]] = {}
+    for (reason, layers, size), modules in alike.items():
+        inside = [module for module in modules if module]
+        what = f"{', '.join(inside)} of {layer_ranges(layers)}" if inside else layer_ranges(layers)
+        each = " each" if len(layers) * len(modules) > 1 else ""
+        found.setdefault(reason, []).append(f"{what} ({format_count(size)} parameters{each})")
+    return [f"whole on every tensor-parallel rank: {'; '.join(listed)}: {reason}" for reason, listed in found.items()]
 
 
 def memory_table(plan: Plan) -> Table:

@@ -55,6 +55,24 @@ def _check_layers(plan: dict[str, Any]) -> None:
         )
 
 
+def _check_stages(plan: dict[str, Any], stages: tuple[Any, ...]) -> None:
+    """Raise where the classes in STAGES are not those of PLAN's stages, first to last: they were edited by hand."""
+    if len(stages) != len(plan["stages"]):
+        raise PlanError(
+            f"STAGES has {len(stages)} classes, and PLAN {len(plan['stages'])} stages\n"
+            "hint: undo the edit, or solve again"
+        )
+    for index, stage in enumerate(stages):
+        for value in (*stage.receives, *stage.sends):
+            early = value.source is not None and value.source >= index
+            if early or any(target <= index for target in value.targets):
+                raise PlanError(
+                    f"{stage.__name__} is at place {index} of STAGES, and passes {value.name!r} as another stage does: "
+                    "the classes are not in the order of PLAN's stages\n"
+                    "hint: undo the edit, or solve again"
+                )
+
+
 def _check_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise PlanError(

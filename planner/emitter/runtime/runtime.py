@@ -21,7 +21,14 @@ from planner.emitter.runtime.build import (
     _shard_of,
     _tie,
 )
-from planner.emitter.runtime.checks import PlanError, _check_layers, _check_model, _check_shape, _check_torch
+from planner.emitter.runtime.checks import (
+    PlanError,
+    _check_layers,
+    _check_model,
+    _check_shape,
+    _check_stages,
+    _check_torch,
+)
 from planner.emitter.runtime.communication import _join
 from planner.emitter.runtime.data_parallel import _distribute, _local, _norm, _Numbers, _scale, _whole
 from planner.emitter.runtime.executor import _Executor, stage_actions
@@ -53,6 +60,7 @@ def setup(
     """
     _check_torch()
     _check_layers(PLAN)
+    _check_stages(PLAN, STAGES)
     ranks = _Ranks(device)
     precision = precision or PLAN["precision"]
     random_state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
