@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from planner.emitter import runtime
+from planner.emitter.runtime.build import _Filler
 from planner.emitter.runtime.checks import PlanError, _check_stages, model_hash
 from planner.emitter.runtime.communication import _join, _shard
 from planner.emitter.runtime.executor import stage_actions
@@ -193,3 +194,45 @@ def test_stages_that_were_swapped_are_told() -> None:
         _check_stages(plan, (_Last, _First))
     with pytest.raises(PlanError, match="STAGES has 1 classes, and PLAN 2 stages"):
         _check_stages(plan, (_First,))
+
+
+def filled(change: dict[str, torch.Tensor | None], prefix: str = "") -> torch.Tensor:
+    """Return a weight, tied to 'head.weight', that was filled from a checkpoint with changes."""
+    checkpoint = {"embed.weight": torch.ones(2, 3), "head.weight": torch.ones(2, 3)} | change
+    given = {prefix + name: value for name, value in checkpoint.items() if value is not None}
+    with torch.device("meta"):
+        module = nn.Linear(3, 2, bias=False)
+    tied = (("embed.weight", "head.weight"),)
+    _Filler(given, None, tied, torch.device("cpu")).fill("embed", module)
+    return module.weight
+
+
+def test_a_tied_parameter_has_the_values_that_the_checkpoint_has_by_either_name() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    assert torch.equal(filled({}), torch.ones(2, 3))
+    assert torch.equal(filled({"embed.weight": None, "head.weight": values}), values)
+    assert torch.equal(filled({"embed.weight": values, "head.weight": None}), values)
+    with pytest.raises(
+        PlanError, match=r"other values for 'embed\.weight' than for 'head\.weight', and the model ties"
+    ):
+        filled({"head.weight": values})
+
+
+@pytest.mark.parametrize(
+    ("change", "prefix", "message"),
+    [
+        ({}, "module.", "the checkpoint has 'module.embed.weight': take 'module.' off its names"),
+        (
+            {"embed.weight": None, "head.weight": None, "weight": torch.ones(2, 3)},
+            "",
+            "the checkpoint has 'weight': put 'embed.' before its names",
+        ),
+        ({"embed.weight": None, "head.weight": None}, "", "hint: let `initialize` write it, or give a checkpoint"),
+        ({"embed.weight": torch.ones(3, 3), "head.weight": None}, "", "hint: give a checkpoint of the model that was"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_says_what_to_do(
+    change: dict[str, torch.Tensor | None], prefix: str, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        filled(change, prefix)

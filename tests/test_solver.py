@@ -127,6 +127,8 @@ def test_a_cut_names_the_first_layer_of_a_stage() -> None:
         (("cuts", "layers.3,layers.3"), "duplicate cut 'layers.3'", "once"),
         (("cuts", "layers.0"), "'layers.0', the first layer", "first layer of a later stage"),
         (("cuts", "layer.3"), "names layer 'layer.3'", "'layers.3'"),
+        (("cuts", "layers"), "'layers', which is no layer of 'test' but holds 6: 'layers.0' to 'layers.5'", "one of"),
+        (("cuts", "2"), "names layer '2'", "'layers.2'"),
         (("stage:layrs.1", "0"), "names layer 'layrs.1'", "'layers.1'"),
         (("recompute", "layers.9"), "names layer 'layers.9'", "layers."),
         (("tp_degre", "2"), "unknown key 'tp_degre'", "'tp_degree'"),

@@ -69,13 +69,21 @@ class Pins:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    near = [other for other in known if other.endswith(f".{name}")]  # the model's names have a prefix more
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known[:12])}" + (", ..." * (len(known) > 12))
 
 
 def _layer(profile: ModelProfile, name: str, what: str) -> int:
     names = [layer.name for layer in profile.layers]
     if name not in names:
+        inside = [other for other in names if other.startswith(f"{name}.")]
+        if len(inside) > 1:
+            raise UsageError(
+                f"{what} names {name!r}, which is no layer of {profile.name!r} but holds {len(inside)}: "
+                f"{inside[0]!r} to {inside[-1]!r}",
+                hint="name one of them",
+            )
         if (holder := _holder(profile, name)) is not None:
             raise UsageError(
                 f"{what} names {name!r}, which is no layer of {profile.name!r} but a part of its layer {holder!r}",

@@ -80,6 +80,31 @@ class _Filler:
             return int(tensor.isnan().sum())
         return tensor.numel() if tensor.dtype == torch.bool else int((tensor == torch.iinfo(tensor.dtype).min).sum())
 
+    def _source(self, name: str) -> str | None:
+        """Return the name by which the checkpoint has a tensor; None where it has not.
+
+        PlanError where it has other values by another name of a parameter that is tied.
+        """
+        found = [other for other in self.aliases.get(name, (name,)) if other in self.checkpoint]
+        first = found[0] if found else None
+        for other in found[1:]:
+            one, two = self.checkpoint[found[0]], self.checkpoint[other]
+            if one.data_ptr() != two.data_ptr() and not torch.equal(one, two):
+                raise PlanError(
+                    f"the checkpoint has other values for {first!r} than for {other!r}, and the model ties them\n"
+                    "hint: leave one of them out of the checkpoint, or build the model without the tie and solve again"
+                )
+        return first
+
+    def _hint(self, name: str) -> str:
+        """Return what to do about a name that the checkpoint has not, but maybe with a prefix more or less."""
+        for given in self.checkpoint:
+            if given.endswith(f".{name}"):
+                return f"the checkpoint has {given!r}: take {given.removesuffix(name)!r} off its names"
+            if name.endswith(f".{given}"):
+                return f"the checkpoint has {given!r}: put {name.removesuffix(given)!r} before its names"
+        return "let `initialize` write it, or give a checkpoint that has it"
+
     def fill(self, name: str, module: nn.Module) -> None:
         """Give the module's own parameters and buffers their values, on the device and whole.
 
@@ -91,11 +116,13 @@ class _Filler:
         for key, tensor in tensors:
             full_name = f"{name}.{key}" if name else key
             persistent = key not in module._non_persistent_buffers_set
-            names = self.aliases.get(full_name, (full_name,))
-            source = next((other for other in names if other in self.checkpoint), None) if persistent else None
+            source = self._source(full_name) if persistent else None
             real = self._unwritten_like(tensor) if tensor.is_meta else tensor.detach().to(self.device)
             if source is not None:
-                _check_shape(f"{source!r} of the checkpoint", self.checkpoint[source], tuple(tensor.shape))
+                values, shape = self.checkpoint[source], tuple(tensor.shape)
+                _check_shape(
+                    f"{source!r} of the checkpoint", values, shape, "a checkpoint of the model that was profiled"
+                )
                 read[key] = real.copy_(self.checkpoint[source])
             elif tensor.is_meta or (persistent and self.initialize is None):
                 missing.append((key, full_name))
@@ -115,10 +142,7 @@ class _Filler:
             tensor = getattr(module, key)
             if self.initialize is None or (count := self._count_unwritten(tensor)):
                 what = "is not in the checkpoint" if self.initialize is None else f"has {count} values nobody wrote"
-                raise PlanError(
-                    f"{full_name!r}, shape {tuple(tensor.shape)}, {what}\n"
-                    "hint: let `initialize` write it, or give a checkpoint that has it"
-                )
+                raise PlanError(f"{full_name!r}, shape {tuple(tensor.shape)}, {what}\nhint: {self._hint(full_name)}")
 
 
 def _build_stage(stage: PlanStage, mesh: DeviceMesh | None, filler: _Filler | None) -> None:

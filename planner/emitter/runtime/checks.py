@@ -73,9 +73,11 @@ def _check_stages(plan: dict[str, Any], stages: tuple[Any, ...]) -> None:
                 )
 
 
-def _check_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_shape(
+    what: str, tensor: torch.Tensor, shape: tuple[int, ...], give: str = "batches of the shape that was profiled"
+) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise PlanError(
             f"{what} has shape {tuple(tensor.shape)}, and this plan was made for {tuple(shape)}\n"
-            "hint: give batches of the shape that was profiled, or profile and solve again with this one"
+            f"hint: give {give}, or profile and solve again with this one"
         )
