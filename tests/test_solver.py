@@ -20,11 +20,15 @@ from strategies import (
 
 from planner import cost
 from planner.cluster import Cluster
+from planner.cost.simulation import Message, play
 from planner.errors import PlannerError, UsageError
 from planner.model_profile import Edge, LayerClass, ModelProfile
-from planner.plan import Plan
+from planner.plan import SCHEDULES, Plan, Schedule
+from planner.schedule import stage_actions
 from planner.solver import Solution, SolveRequest, branch, recompute, solve
+from planner.solver.problem import Setting
 from planner.solver.recompute import RecomputeChoices
+from planner.solver.settings import pipeline_factor
 from planner.solver.space import representatives
 from planner.units import format_bytes
 
@@ -447,3 +451,31 @@ def test_few_ranks_stand_for_a_stage(node: int, tp: int, dp: int, first: int) ->
     assert len(few) <= 4 * node * tp
     assert pricer.tensor_route(few, tp) == pricer.tensor_route(stage, tp)
     assert pricer.data_route(few, tp) == pricer.data_route(stage, tp)
+
+
+@given(
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 5.0)), min_size=1, max_size=6),
+)
+def test_no_chain_of_stages_is_faster_than_the_bound_on_their_waiting(
+    schedule: Schedule, count: int, times: list[tuple[float, float]]
+) -> None:
+    stages = len(times)
+    setting = Setting(stages, 1, count, 0, 0, (), 1, 1, schedule, "replicated")
+    messages = [Message(s, s + 1, 0.0, 0.0) for s in range(stages - 1)]
+
+    def step_s(forward: list[float], backward: list[float]) -> float:
+        played = play(stage_actions(schedule, stages, count), forward, backward, messages, [0.0] * stages)
+        return max(played.stage_ends_s)
+
+    factor = pipeline_factor(setting, 0.5)
+    total = sum(map(sum, times))
+    assert factor * total <= step_s([f for f, _ in times], [b for _, b in times]) * (1 + 1e-9)
+    if schedule == "gpipe" or count > stages:
+        assert factor == pytest.approx((count + stages - 1) / stages)
+        assert factor * 3.0 * stages == pytest.approx(step_s([1.0] * stages, [2.0] * stages)), "equal stages reach it"
+    backwards = [(f, max(f, b)) for f, b in times]  # a larger share that all layers have
+    share = min((b / (f + b) for f, b in backwards if f + b), default=0.5)
+    larger = pipeline_factor(setting, share) * sum(map(sum, backwards))
+    assert larger <= step_s([f for f, _ in backwards], [b for _, b in backwards]) * (1 + 1e-9)
