@@ -2,25 +2,45 @@
 
 import copy
 import operator
+from collections.abc import Iterator
+from pickle import PicklingError
 from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
 
 Memo = dict[int, Any]
+# What copying raises: of kinds that refuse, and of objects whose own code doesn't expect to be asked
+_NOT_COPIED = (TypeError, ValueError, KeyError, AttributeError, RuntimeError, copy.Error, PicklingError)
 
 
 def copy_module(module: nn.Module, memo: Memo) -> nn.Module:
     """Return a deep copy of a module; `memo` maps the ids of objects to what takes their place.
 
     `copy.deepcopy` keeps functions as they are: one that a module holds and that reads the module's own parts from
-    where it was defined (`self.mlp = lambda x: act(fc(x))`) would go on to call the parts of the original.
+    where it was defined (`self.mlp = lambda x: act(fc(x))`) would go on to call the parts of the original. What can't
+    be copied (a lock, a dict that raises KeyError for an attribute it lacks) is shared.
     """
-    made: nn.Module = copy.deepcopy(module, memo)
+    try:
+        made: nn.Module = copy.deepcopy(module, trial := dict(memo))
+    except _NOT_COPIED:
+        trial = memo | {id(value): value for value in _not_copied(module, memo)}
+        made = copy.deepcopy(module, trial)
+    memo.update(trial)
     for inner in made.modules():
         for name, value in vars(inner).items():
             vars(inner)[name] = _rebound(value, memo)
     return made
+
+
+def _not_copied(module: nn.Module, memo: Memo) -> Iterator[Any]:
+    for inner in module.modules():
+        for key, value in vars(inner).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except _NOT_COPIED:
+                    yield value
 
 
 def _rebound(value: Any, memo: Memo) -> Any:

@@ -82,7 +82,7 @@ class Values:
                 return [self.encode(item, defining=defining) for item in value]
             case dict() if type(value) not in (dict, OrderedDict, defaultdict):
                 items = dict(value)
-                if hasattr(value, "__dataclass_fields__"):  # what is None stays readable
+                if hasattr(type(value), "__dataclass_fields__"):  # what is None stays readable
                     items = {name: getattr(value, name) for name in value.__dataclass_fields__}
                 return Fields(tuple((str(k), self.encode(v, defining=defining)) for k, v in items.items()))
             case dict():
@@ -99,7 +99,7 @@ class Values:
             return value
         if (plain := as_python(value)) is not value:
             return plain
-        if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        if hasattr(type(value), "__dataclass_fields__"):
             names = value.__dataclass_fields__
             return Fields(tuple((name, self.encode(getattr(value, name), defining=defining)) for name in names))
         return Unsupported(value)

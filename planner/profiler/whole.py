@@ -170,7 +170,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
             for key, item in value.items():
                 changed[key] = map_tensors(item, change)
             return changed
-    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+    if hasattr(type(value), "__dataclass_fields__"):
         changed = copy.copy(value)
         for key in value.__dataclass_fields__:
             object.__setattr__(changed, key, map_tensors(getattr(value, key), change))

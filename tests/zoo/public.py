@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -173,11 +174,18 @@ build_checked = Checked
 inputs_checked = masked
 
 
+class Settings(dict[str, int]):
+    """Settings read as attributes, which raise KeyError for one they lack: `copy.deepcopy` can't copy them."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Closure(nn.Module):
     """A block whose MLP is a function kept as an attribute, which reads its parts where it was defined (minGPT)."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.settings, self._lock = Settings(width=WIDTH), threading.Lock()
         self.norm = nn.LayerNorm(WIDTH)
         self.parts = nn.ModuleDict({"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})
         parts, steps = self.parts, [self.norm]
