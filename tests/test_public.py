@@ -37,7 +37,7 @@ def test_checks_of_values_are_told_and_computed_by_no_plan() -> None:
     "name",
     [
         *("plain_tensors", "checked", "first_has_more"),
-        *("numbers_of_numpy", "masked_encoder", "complex_product", "sequences"),
+        *("numbers_of_numpy", "masked_encoder", "complex_product", "sequences", "detector"),
     ],
 )
 def test_is_exact(pool: WorkerPool, tmp_path: Path, name: str) -> None:
@@ -134,3 +134,10 @@ def test_other_data_keeps_the_infinities_of_masks() -> None:
     assert torch.equal(varied.isinf(), mask.isinf())
     assert not varied.isnan().any()
     assert bool((varied[mask == 0] != 0).all())
+
+
+def test_a_model_that_can_be_trained_but_not_recorded_in_evaluation_is_told() -> None:
+    captured = capture(load_model_file(f"{ZOO}:build_detector", inputs="inputs_detector"))
+    (note,) = [note for note in captured.notes if note.startswith("evaluation mode can't be recorded")]
+    assert "zoo/public.py:" in note
+    assert "reads the value of a tensor" in note

@@ -390,11 +390,16 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
                 hint=_SAME_FOR_ALL_ROWS,
             ) from None
 
-    evaluation = record_once(file, meta, first, dtype, training=False, all_floats=False)
+    skips_in_evaluation = False
     try:
+        evaluation = record_once(file, meta, first, dtype, training=False, all_floats=False)
+        skips_in_evaluation = bool(evaluation.decisions)
         merged, _ = merge(merged, evaluation, training_leaf)
     except StructureDiffersError as error:
         notes.append(f"{error.location}: {error.what} differs in evaluation mode; the training code is recorded")
+    except CaptureError as error:  # what a model does with its output when it is not trained, or a loss without it
+        why = error.message.partition("\n")[0]
+        notes.append(f"evaluation mode can't be recorded, so the training code is, for both: {why}")
 
     tensors: dict[str, Tensor] = {}
     for number, tensor in base.tensors.items():
@@ -409,7 +414,7 @@ def capture(file: ModelFile, *, dtype: torch.dtype | None = None) -> Capture:
                 ) from None
     if has_skips(merged.calls):
         notes += skip_notes(merged.calls)
-        merged = insert_choices(merged, tensors, in_evaluation=bool(evaluation.decisions))
+        merged = insert_choices(merged, tensors, in_evaluation=skips_in_evaluation)
     return Capture(
         model=meta,
         model_hash=model_hash(meta),

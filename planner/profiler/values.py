@@ -82,8 +82,8 @@ class Values:
                 return [self.encode(item, defining=defining) for item in value]
             case dict() if type(value) not in (dict, OrderedDict, defaultdict):
                 items = dict(value)
-                if hasattr(type(value), "__dataclass_fields__"):  # what is None stays readable
-                    items = {name: getattr(value, name) for name in value.__dataclass_fields__}
+                if fields := getattr(type(value), "__dataclass_fields__", None):  # what is None stays readable
+                    items = {name: getattr(value, name) for name in fields}
                 return Fields(tuple((str(k), self.encode(v, defining=defining)) for k, v in items.items()))
             case dict():
                 return {key: self.encode(item, defining=defining) for key, item in value.items()}
