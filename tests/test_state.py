@@ -13,6 +13,7 @@ from planner.graph import shared_updates
 from planner.model_file import ModelFile
 from planner.model_profile import ModelProfile
 from planner.profiler.capture import capture
+from planner.runner import verify
 from planner.runner.pool import WorkerPool
 from tests.strategies import make_cluster
 from tests.test_solver import ask, planned
@@ -36,6 +37,33 @@ CELLS = [(name, id_) for name in NAMES[:-1] for id_ in LAYOUT_IDS if name in REP
 @pytest.mark.parametrize(("name", "layout"), CELLS)
 def test_exact(name: str, layout: str, pool: WorkerPool, tmp_path: Path) -> None:
     check_exact(profile_of(name), LAYOUTS[LAYOUT_IDS.index(layout)], pool, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "dict(self._stage.named_buffers())",
+            "{name: buffer + 1 for name, buffer in self._stage.named_buffers()}",
+            "after the steps buffer 'blocks.",
+        ),
+        ("norm = square.sqrt()", "norm = 2 * square.sqrt()", "clip_grad_norm_ is off"),
+    ],
+)
+def test_what_a_plan_leaves_is_compared(pool: WorkerPool, tmp_path: Path, old: str, new: str, told: str) -> None:
+    profile, path = profile_of("running"), tmp_path / "plan.py"
+    text = emit(even_plan(profile, pp_degree=2), profile)
+    assert old in text
+    path.write_text(text.replace(old, new))
+    report = verify(path, pool=pool, timeout_s=120)
+    assert not report.ok
+    assert all(row.is_equal for row in report.rows)
+    assert any(told in note for note in report.notes), report.notes
+
+
+def test_updated_buffers_of_replicas_are_not_proved(pool: WorkerPool, tmp_path: Path) -> None:
+    report = check_exact(profile_of("normalized"), LAYOUTS[LAYOUT_IDS.index("pp2 dp2")], pool, tmp_path)
+    assert any(text.startswith("the values of buffers that forward updates ('norm.") for text in report.not_proved)
 
 
 def test_what_forward_updates_is_known_and_told() -> None:

@@ -142,6 +142,13 @@ class Runtime:
             del gradients["blocks.1.norm.weight"]
         return gradients
 
+    def full_buffers(self):
+        return dict(self.model.named_buffers()) if dist.get_rank() == 0 else None
+
+    def clip_grad_norm_(self, max_norm):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return 1.1 * norm if FAULT == "clip" else norm
+
     def _full(self, value):
         if dist.get_rank() != 0:
             return None
@@ -391,8 +398,38 @@ def test_a_wrong_plan_is_told_with_its_parameter(
 def test_a_wrong_loss_fails_though_every_gradient_is_right(write: Folder, pool: WorkerPool) -> None:
     report = verify(write("loss"), timeout_s=120, pool=pool)
     assert not report.ok
-    assert report.loss_difference == pytest.approx(0.005)
+    assert report.loss_difference == pytest.approx(0.005 / 5.74, rel=0.01)  # relative to the loss
     assert all(row.is_equal for row in report.rows)
+
+
+def test_a_wrong_norm_to_clip_by_fails(write: Folder, pool: WorkerPool) -> None:
+    report = verify(write("clip"), timeout_s=120, pool=pool)
+    assert not report.ok
+    assert report.clip_difference == pytest.approx(0.1)
+    assert all(row.is_equal for row in report.rows)
+    assert any(note.startswith("clip_grad_norm_ is off") for note in report.notes)
+
+
+def test_large_losses_are_compared_relative_to_their_size(write: Folder, pool: WorkerPool) -> None:
+    report = verify(with_model(write(), ("target.flatten())", "target.flatten()) * 1e12")), timeout_s=120, pool=pool)
+    assert report.ok
+    assert report.loss_difference < 1e-14
+
+
+@pytest.mark.parametrize("seeds", ["(1201,)", "(1201, 1202, 1203)"])
+def test_other_weights_are_tried_where_all_gradients_are_zero(write: Folder, pool: WorkerPool, seeds: str) -> None:
+    path = with_model(
+        write(),
+        ("    return Model()", "    global SEED\n    SEED = torch.initial_seed()\n    return Model()"),
+        ("target.flatten())", f"target.flatten()) * (SEED not in {seeds})"),
+    )
+    if seeds != "(1201,)":
+        with pytest.raises(VerifyError, match="with weights of 3 seeds: there is nothing to compare"):
+            verify(path, timeout_s=120, pool=pool)
+        return
+    report = verify(path, timeout_s=120, pool=pool)
+    assert report.ok
+    assert any(note.startswith("with weights of 1 seed every gradient") for note in report.notes)
 
 
 # Ranks that fail ---------------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ def verify(
                 f"only the loss differs, by {report.loss_difference:.1e} (at most {report.tolerance:g}): every gradient"
             )
             what += " is equal"
+        elif max(report.clip_difference, report.buffer_difference) > report.tolerance:
+            what = "every gradient is equal, and what is noted above is not"
         else:
             what = f"its microbatches don't add up to the whole batch, by {report.whole_batch_difference or 0.0:.1e}"
         say(f"error: {plan} does not compute what one process computes; {what}")

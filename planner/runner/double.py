@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from planner.model_file import ModelFile, user_error
 from planner.recomputation import recomputed_under
 from planner.runner.draws import MatchedDraws
+from planner.runner.exact_job import BUILD_SEEDS
 from planner.runner.grouped import grouped_product
 
-BUILD_SEED = 1201
 PERTURBATION = 0.02  # standard deviation added to every parameter: the usual scale of initial weights
 
 # Attributes of modules and configurations that hold a probability of dropping something
@@ -129,12 +129,12 @@ def exact_arithmetic(*, matched: bool = False) -> Iterator[ExactMode]:
         torch.set_default_dtype(before)
 
 
-def build_exact(model_file: ModelFile) -> tuple[nn.Module, bool]:
+def build_exact(model_file: ModelFile, seed: int = BUILD_SEEDS[0]) -> tuple[nn.Module, bool]:
     """Return the model as every process builds it, and whether it had dropout.
 
     It is seeded, float64, dropout off, weights perturbed; its mode is unchanged.
     """
-    torch.manual_seed(BUILD_SEED)
+    torch.manual_seed(seed)
     try:
         model = model_file.build()
     except Exception as error:
@@ -143,13 +143,13 @@ def build_exact(model_file: ModelFile) -> tuple[nn.Module, bool]:
     switch_off_dropout(model)
     model.double()
     model.zero_grad()  # a file that trains when it is imported leaves gradients
-    perturb(model)
+    perturb(model, seed)
     return model, dropped
 
 
-def perturb(model: nn.Module) -> None:
+def perturb(model: nn.Module, seed: int = BUILD_SEEDS[0]) -> None:
     """Add the same noise in every process to each floating-point parameter, tied ones once."""
-    generator = torch.Generator().manual_seed(BUILD_SEED)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from planner.errors import PlannerError, VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
+from planner.runner.after_steps import buffer_differences, changed_buffers, clip_difference
 from planner.runner.batches import Batch, make_batches
-from planner.runner.double import BUILD_SEED, build_exact, exact_arithmetic
+from planner.runner.double import build_exact, exact_arithmetic
 from planner.runner.draws import CountedDraws, MatchedDraws, draws_like
 from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Outcome, Reference
 from planner.runner.rank import RankContext
@@ -45,6 +46,7 @@ LEARNING_RATE = 1e-3
 # A gradient this far below the largest is rounding: a key's bias under softmax is zero in exact arithmetic, and about
 # 1e-17 of the largest in float64. Differences are measured against no less than this, so zero must be zero to 1e-14.
 ZERO_FRACTION = 1e-9
+_OWN_BUFFERS = "one process took the whole batch, or replicas and other microbatches update their own"
 LARGEST = 1e30  # a difference or norm above it is told as this: nothing trains there, in no dtype
 
 
@@ -75,7 +77,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     told = read_plan_loss(job.plan_path)
     count = job.global_batch_size // job.microbatch_size
     with exact_arithmetic() as mode, ExitStack() as stack:
-        model, dropped = build_exact(model_file)
+        model, dropped = build_exact(model_file, job.seed)
         stack.enter_context(draws_like(import_plan(job.plan_path), model))
         is_own = False
         if model_file.loss_fn is None:
@@ -114,7 +116,9 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             "whole": [],
             "is_random": is_random,
             "is_own": is_own,
+            "buffers": {},
         }
+        initial = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
         for step, batch in enumerate(batches):
             context.report(f"one process, step {step + 1} of {NUM_STEPS}")
@@ -142,11 +146,11 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             _check_gradients(gradients)
             optimizer.step()
             optimizer.zero_grad()
-    if not any(g is not None and bool(g.any()) for g in saved["steps"][0][1].values()):
-        raise VerifyError(
-            "no parameter of one process has a gradient: there is nothing to compare",
-            hint="check that loss_fn depends on the model's output and that parameters require gradients",
-        )
+        updated = changed_buffers(model, initial)
+    if updated and job.same_microbatches and not (adds_up and at_once):
+        saved["buffers"] = updated
+    elif updated:
+        not_proved.append(f"the values of buffers that forward updates ({_and_more(tuple(updated))}): {_OWN_BUFFERS}")
     torch.save(saved, job.reference_path)
     if dropped or mode.dropped:
         notes.append("dropout was off: with it, losses differ by chance")
@@ -157,7 +161,13 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
     coupled = told.coupled
     if carried:
         coupled = (*coupled, f"what forward wrote before into {_and_more(carried)}, and reads")
-    return Reference(notes=tuple(notes), not_proved=tuple(not_proved), coupled=coupled, carried=carried)
+    return Reference(
+        notes=tuple(notes),
+        not_proved=tuple(not_proved),
+        coupled=coupled,
+        carried=carried,
+        has_gradients=any(g is not None and bool(g.any()) for g in saved["steps"][0][1].values()),
+    )
 
 
 @contextmanager
@@ -244,11 +254,11 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
 
     def build() -> nn.Module:
         with exact_arithmetic():
-            model, _ = build_exact(model_file)
+            model, _ = build_exact(model_file, job.seed)
         inputs.extend(batch.inputs_of_step(model) for batch in batches)
         return model
 
-    torch.manual_seed(BUILD_SEED)  # the same on every rank, as `setup` asks
+    torch.manual_seed(job.seed)  # the same on every rank, as `setup` asks
     # "fp32" computes in the dtype that the model is built in: float64
     runtime = plan.setup(build, model_file.loss_fn, device="cpu", precision="fp32")
     worst: dict[str, Comparison] = {}
@@ -257,7 +267,7 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
     }
     _compare(worst, runtime.full_parameters(), reference["parameters"], 0, _compare_initial, unread)
     optimizer = torch.optim.AdamW(runtime.parameters(), lr=LEARNING_RATE, foreach=True)
-    loss_difference = 0.0
+    loss_difference = clip = 0.0
     whole_difference: float | None = None
     for step, batch in enumerate(batches):
         if context.rank == 0:
@@ -273,18 +283,28 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
         if gradients is not None and (whole := reference["whole"][step]) is not None:
             differences = [compare(gradients.get(name), one)[0] for name, one in whole[1].items() if one is not None]
             whole_difference = max(whole_difference or 0.0, _gap(loss, whole[0]), *differences)
+        if step == len(batches) - 1:
+            clip = clip_difference(runtime, gradients_one.values())
         optimizer.step()
         runtime.zero_grad()
+    buffers = runtime.full_buffers() if reference["buffers"] else None
     if context.rank != 0:
         return None
     return Outcome(
-        loss_difference=loss_difference, comparisons=list(worst.values()), whole_batch_difference=whole_difference
+        loss_difference=loss_difference,
+        comparisons=list(worst.values()),
+        whole_batch_difference=whole_difference,
+        clip_difference=min(clip, LARGEST),
+        buffers={
+            name: min(difference, LARGEST)
+            for name, difference in buffer_differences(buffers or {}, reference["buffers"]).items()
+        },
     )
 
 
 def _gap(loss: float, one: float) -> float:
-    """Return how far a loss is from another; `LARGEST` where it is no number."""
-    gap = abs(loss - one)
+    """Return how far a loss is from another, relative where that is above 1; `LARGEST` where it is no number."""
+    gap = abs(loss - one) / max(1.0, abs(one))
     return min(gap, LARGEST) if gap == gap else LARGEST
 
 

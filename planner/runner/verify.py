@@ -4,12 +4,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from planner.errors import VerifyError
 from planner.plan import Plan, greatest_common_rows, read_plan
 from planner.records import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
-from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, ExactJob, Outcome, Reference
+from planner.runner.exact_job import BUILD_SEEDS, EQUAL_VERDICTS, TOLERANCE, ExactJob, Outcome, Reference
 from planner.runner.pool import WorkerPool
 from planner.runner.subject import (
     MakeTwin,
@@ -50,7 +51,10 @@ class ParameterRow(Record):
 
 
 class VerifyReport(Record):
-    """What `verify` found; `rows` are sorted worst first, `loss_difference` is absolute, the larger of two steps.
+    """What `verify` found; `rows` are sorted worst first.
+
+    `loss_difference` is the larger of two steps, relative where the loss is above 1. `clip_difference` is that of the
+    norm that clips gradients, `buffer_difference` the largest of a buffer after the steps, both relative.
 
     `whole_batch_difference` is the largest difference, of the loss or relative of a gradient, from one process that
     takes the whole batch at once; None where that did not fit here. `coupled` says what explains one.
@@ -61,6 +65,8 @@ class VerifyReport(Record):
     max_gradient_difference: NonNegativeFloat
     worst_parameter: str
     whole_batch_difference: NonNegativeFloat | None = None
+    clip_difference: NonNegativeFloat = 0.0
+    buffer_difference: NonNegativeFloat = 0.0
     coupled: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -138,17 +144,31 @@ def verify(
             shrink=subject.shrink,
             global_batch_size=subject.plan.global_batch_size,
             microbatch_size=greatest_common_rows(subject.plan),
+            same_microbatches=all(
+                stage.dp_degree == 1 and stage.microbatch_size == subject.plan.microbatch_size
+                for stage in subject.plan.stages
+            ),
             reference_path=Path(scratch) / "reference.pt",
         )
         tell("one process", 1)
         one: Reference
-        [one] = pool.run(
-            "planner.runner.exactness:run_reference",
-            job,
-            process_group=False,
-            timeout_s=left(),
-            on_progress=lambda _, text: tell(text, 2),
-        )
+        for seed in BUILD_SEEDS:
+            job = replace(job, seed=seed)
+            [one] = pool.run(
+                "planner.runner.exactness:run_reference",
+                job,
+                process_group=False,
+                timeout_s=left(),
+                on_progress=lambda _, text: tell(text, 2),
+            )
+            if one.has_gradients:
+                break
+        else:
+            raise VerifyError(
+                "no parameter of one process has a gradient other than zero, with weights of "
+                f"{len(BUILD_SEEDS)} seeds: there is nothing to compare",
+                hint="check that loss_fn depends on the model's output and that parameters require gradients",
+            )
         num_processes = subject.plan.num_gpus
         tell(f"the plan on {counted(num_processes, 'process', 'processes')}", 3)
         results = pool.run(
@@ -191,6 +211,18 @@ def verify(
             f"with dp_degree {replicas} every replica updates its own from its own rows alone: no such plan computes "
             "what one process computes. Solve again with --pin dp_degree=1"
         )
+    if job.seed != BUILD_SEEDS[0]:
+        tried = counted(BUILD_SEEDS.index(job.seed), "seed")
+        notes.append(f"with weights of {tried} every gradient of one process was zero: another was taken")
+    buffer = max(outcome.buffers, key=lambda name: outcome.buffers[name], default="")
+    buffer_difference = outcome.buffers.get(buffer, 0.0)
+    if outcome.clip_difference > TOLERANCE:
+        notes.append(
+            f"clip_grad_norm_ is off: the norm of all gradients, or what it leaves of it, differs by "
+            f"{outcome.clip_difference:.1e} from one process's"
+        )
+    if buffer_difference > TOLERANCE:
+        notes.append(f"after the steps buffer {buffer!r} differs by {buffer_difference:.1e} from one process's")
     adds_up = whole is None or whole <= TOLERANCE
     if not adds_up and one.coupled:
         notes.append(
@@ -198,11 +230,15 @@ def verify(
             + "; ".join(one.coupled)
         )
     return VerifyReport(
-        ok=loss_difference <= TOLERANCE and all(row.is_equal for row in rows) and (adds_up or bool(one.coupled)),
+        ok=max(loss_difference, outcome.clip_difference, buffer_difference) <= TOLERANCE
+        and all(row.is_equal for row in rows)
+        and (adds_up or bool(one.coupled)),
         loss_difference=loss_difference,
         max_gradient_difference=max(row.gradient_difference for row in rows),
         worst_parameter=rows[0].name,
         whole_batch_difference=whole,
+        clip_difference=outcome.clip_difference,
+        buffer_difference=buffer_difference,
         coupled=one.coupled,
         not_proved=(*subject.not_proved, *one.not_proved),
         notes=tuple(notes),
