@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from planner.emitter import emit, write_plan
 from planner.errors import CaptureError
 from planner.model_file import load_model_file
 from planner.model_profile import ModelProfile
 from planner.runner.batches import make_batches
 from planner.runner.double import build_exact, exact_arithmetic
 from planner.runner.pool import WorkerPool
-from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, profile_zoo
+from tests.zoo.plans import LAYOUT_IDS, LAYOUTS, check_exact, even_plan, profile_zoo
 
 ZOO = Path(__file__).parent / "zoo" / "kinds.py"
 # Deprecated, and in use.
@@ -69,3 +70,18 @@ def test_norms_that_join_all_processes_are_refused() -> None:
         profile_of("synchronized")
     assert "'layers.0.1' and 2 more" in caught.value.message
     assert "nn.BatchNorm" in caught.value.hint
+
+
+@pytest.mark.parametrize("layout", [{"pp_degree": 2}, {"pp_degree": 2, "dp_degree": 2, "data_parallel": "sharded"}])
+def test_a_loss_that_counts_weighs_rows_alike_in_mixed_precision(
+    layout: dict[str, object], pool: WorkerPool, tmp_path: Path
+) -> None:
+    profile = profile_zoo(str(ZOO.parent / "mixed_job.py"))
+    path = tmp_path / "plan.py"
+    replicas = 2 if "dp_degree" in layout else 1
+    plan = even_plan(profile, **layout, num_microbatches=8 // replicas)  # type: ignore[arg-type]
+    write_plan(emit(plan, profile), path)
+    found = pool.run("tests.zoo.mixed_job:train", path, num_processes=2 * replicas, timeout_s=120)[0]
+    assert found["loss"] < 5e-3
+    assert found["gradient"] < 0.03  # bfloat16 has 8 bits
+    assert found["counted evenly"] > 0.1  # what microbatches that count alike would give

@@ -41,6 +41,8 @@ def verify(
                 "max_gradient_difference": report.max_gradient_difference,
                 "worst_parameter": report.worst_parameter,
                 "whole_batch_difference": report.whole_batch_difference,
+                "clip_difference": report.clip_difference,
+                "buffer_difference": report.buffer_difference,
                 "not_proved": list(report.not_proved),
                 "notes": list(report.notes),
             }
