@@ -141,3 +141,28 @@ def test_a_model_that_can_be_trained_but_not_recorded_in_evaluation_is_told() ->
     (note,) = [note for note in captured.notes if note.startswith("evaluation mode can't be recorded")]
     assert "zoo/public.py:" in note
     assert "reads the value of a tensor" in note
+
+
+def test_functions_that_torchscript_compiles_are_recorded_as_python(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        """import torch
+@torch.jit.script
+def fused_gelu(x):
+    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+    def forward(self, x):
+        return self.down(fused_gelu(self.up(x)))
+build_model = Net
+def example_inputs(batch_size):
+    return torch.randn(batch_size, 4)
+""",
+        encoding="utf-8",
+    )
+    script = torch.jit.script
+    profile = profile_model(str(path), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1, 2))
+    assert "torch.erf" in {node.target for node in profile.program.nodes}
+    assert torch.jit.script is script

@@ -112,6 +112,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._add(item)
 
     def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.layout != torch.strided:
+            return
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         if key in self._known:

@@ -132,7 +132,7 @@ class _WithoutValues(LiveBytes):  # type: ignore[no-untyped-call]
                 meta = _call_on_meta(func, args, kwargs, {})
             except (NotImplementedError, RuntimeError):  # has no kernel for meta, or reads values
                 meta = ()
-            size = sum(item.untyped_storage().nbytes() for item in _tensors(meta))
+            size = sum(item.untyped_storage().nbytes() for item in _tensors(meta) if item.layout == torch.strided)
             limit = min(LARGE_BYTES, LARGE_EMPTY_BYTES) if func in _EMPTY else LARGE_BYTES
             if size > limit or (size and self.live + size > REAL_BYTES):
                 return meta
@@ -145,6 +145,8 @@ class _WithoutValues(LiveBytes):  # type: ignore[no-untyped-call]
         if tensor.device.type == "meta":
             return True
         if not self._unknown:
+            return False
+        if tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()
         found = self._unknown.get(int(storage._cdata))

@@ -41,6 +41,7 @@ from planner.profiler.plain_tensors import plain_tensors
 from planner.profiler.pricing import Pricer, ProfiledClass, Progress
 from planner.profiler.recording import Call
 from planner.profiler.resets import open_reset
+from planner.profiler.scripted import unscripted_functions
 from planner.profiler.torch_internals import check_torch
 from planner.profiler.tp_rules import applied_rules, check_applied, rules_inside
 from planner.program import Program
@@ -84,7 +85,7 @@ def profile_model(
             "--device cuda: this machine has no CUDA device", hint="measure on --device cpu, or compute with --gpu NAME"
         )
     progress("capturing the model", 0, 1)
-    with asked_autocasts():  # decorators are made as the file is imported
+    with asked_autocasts(), unscripted_functions():  # decorators are made as the file is imported
         file = shrink_model_file(load_model_file(model_spec, inputs=inputs), shrink)
         on_gpu = gpu_type is not None or device_name == "cuda"
         target_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if on_gpu else None
