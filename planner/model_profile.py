@@ -227,6 +227,7 @@ class Loss(Record):
 
 
 BATCH_NORM = "batch norm takes mean and variance over the rows of a microbatch"
+BY_FREQUENCY = "divides gradients by how often a microbatch has an index"
 WRITES_BUFFER = "a buffer that is written once a microbatch"
 NO_LOSS = (
     "no loss was profiled, so the loss_fn of setup is averaged evenly over microbatches: it must be a mean over rows, "

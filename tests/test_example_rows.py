@@ -100,8 +100,8 @@ def test_rows_taken_from_the_wrong_tensor_are_told_where_the_model_fails(folder:
     (folder / "case.py").write_text(TABLE_FIRST)
     with pytest.raises(CaptureError) as caught:
         profile_model("case.py:model", inputs="inputs", gpu="h100-sxm", dtype="float32")
-    assert "along dimension 0 of what inputs() gives" in caught.value.hint
-    assert "write it as def inputs(batch_size)" in caught.value.hint
+    assert "run model(*inputs()) by itself" in caught.value.hint
+    assert "write it as def inputs(batch_size) unless these are dimension 0 of its first tensor" in caught.value.hint
 
 
 def test_a_file_of_functions_without_rows_goes_the_whole_way(folder: Path) -> None:
@@ -137,6 +137,7 @@ LOSSES = {
     "a dict with the loss": ('{"loss": F.cross_entropy(y, y.argmax(-1)), "logits": y}', ""),
     "outputs and a loss": ("(y, F.mse_loss(y, x).exp())", "outputs that are no rows"),
     "batch norm": ("self.b(self.norm(y))", "batch norm takes mean and variance"),
+    "gradients divided by counts": ("self.b(self.table(x.long()).mean(1) + y)", "how often a microbatch has an index"),
     "rows related": ("self.b((y @ y.T).softmax(-1) @ y)", "relates every row to every other"),
 }
 WITHOUT_LOSS = """
@@ -148,6 +149,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.table = nn.Embedding(9, 4, scale_grad_by_freq=True)
 
     def forward(self, x):
         y = torch.tanh(self.a(x))
@@ -158,7 +160,7 @@ def model():
     return Model()
 
 def inputs(rows):
-    return torch.randn(rows, 4)
+    return torch.randn(rows, 4).abs().clamp(max=8)
 """
 
 

@@ -105,6 +105,46 @@ def test_a_lazy_module_that_no_batch_went_through_is_refused() -> None:
     assert "'weight' has no shape until the first forward" in caught.value.message
 
 
+def looked_up(how: str) -> nn.Module:
+    """Return an embedding and a linear layer, with something that a plan can't keep to."""
+    options = {"max_norm": 1.0} if "norm" in how else {"sparse": True} if how == "sparse" else {}
+    model = nn.Sequential(nn.Embedding(9, 4, **options), nn.Linear(4, 4))  # type: ignore[arg-type]
+    weight = model[1].weight
+    assert isinstance(weight, nn.Parameter)
+    if how == "gradient hook":
+        weight.register_hook(lambda gradient: gradient * 0.5)
+    elif how == "hook after accumulation":
+        weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    elif how == "norm of what is frozen":
+        model[0].requires_grad_(False)
+    return model
+
+
+def looked_up_file(how: str) -> ModelFile:
+    return ModelFile(
+        path=Path(__file__), build=lambda: looked_up(how), example_inputs=lambda n: torch.arange(2 * n).view(n, 2) % 9
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("norm", "'0' has max_norm=1: its forward scales the rows that it looks up in place"),
+        ("sparse", "'0' has sparse=True: its gradient is a sparse tensor"),
+        ("gradient hook", "parameter '1.weight' has a hook on its gradient"),
+        ("hook after accumulation", "parameter '1.weight' has a hook on its gradient"),
+    ],
+)
+def test_what_no_plan_trains_as_one_process_does_is_refused(how: str, message: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(looked_up_file(how))
+    assert message in caught.value.message
+
+
+def test_an_embedding_that_is_frozen_may_scale_its_rows() -> None:
+    assert len(capture(looked_up_file("norm of what is frozen")).calls) == 2
+
+
 SAME = "lie in the same memory and are not one parameter"
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.arguments import BatchFloat, BatchInt, leaves
+from planner.model_profile import BY_FREQUENCY
 from planner.program import Tensor
 
 Form = Literal["constant", "rows", "linear"]
@@ -94,16 +95,18 @@ def couples_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], opera
 _SOFTMAXES = (nn.Softmax, nn.LogSoftmax, nn.Softmin)
 
 
-def module_couples_rows(module: nn.Module, operand: Tensor) -> bool:
-    """Return whether a module of torch, given its first operand, works along a dimension of the batch.
+def module_coupling(module: nn.Module, operand: Tensor) -> str:
+    """Return how a module of torch, given its first operand, makes rows depend on one another; nothing where not.
 
     Attention and recurrent modules work along their sequence, which is dimension 0 unless they are told otherwise.
     """
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+        return BY_FREQUENCY
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-        return (1 if module.batch_first and len(operand.shape) == 3 else 0) in batch_dims(operand)
-    if isinstance(module, _SOFTMAXES):
-        return couples_rows("softmax", (None, module.dim), {}, operand)
-    return False
+        along = (1 if module.batch_first and len(operand.shape) == 3 else 0) in batch_dims(operand)
+    else:
+        along = isinstance(module, _SOFTMAXES) and couples_rows("softmax", (None, module.dim), {}, operand)
+    return "works along the dimension of the batch" if along else ""
 
 
 def bound_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:

@@ -230,8 +230,10 @@ def _record(
             hint += f"and {TRIED_ROWS} in float64"
         if not takes_rows(file.example_inputs):
             name = file.inputs_function
-            hint = f"{rows} rows along dimension 0 of what {name}() gives were tried, of the tensors that have as many "
-            hint += f"there as the first: write it as def {name}(batch_size) if others grow with the batch"
+            hint += (
+                f"; {name}() takes no number of rows: write it as def {name}(batch_size) unless these are dimension 0 "
+            )
+            hint += "of its first tensor, and of those that have as many there"
         if isinstance(error, Exception) and dtype not in (None, torch.float32, torch.float64):
             hint = f"the model was built in {dtype}: try --dtype float32"
         hint = gpu_hint(error) or hint

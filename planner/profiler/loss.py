@@ -22,7 +22,7 @@ from torch import nn
 from planner.arguments import BatchInt, Fields, ParamRef, Ref, leaves, map_argument
 from planner.model_profile import BATCH_NORM as BATCH_NORM_TEXT
 from planner.model_profile import WRITES_BUFFER
-from planner.profiler.batch_kinds import CONSTANT, KEEPS_LABELS, MEAN, ROWS, batch_dims, module_couples_rows
+from planner.profiler.batch_kinds import CONSTANT, KEEPS_LABELS, MEAN, ROWS, batch_dims, module_coupling
 from planner.profiler.loss_rules import Rules
 from planner.profiler.loss_state import flat, operation, place, refs
 from planner.profiler.recording import Call
@@ -181,9 +181,9 @@ class _Walk(Rules):
             for number in results:
                 self.couple(number, call.target, BATCH_NORM_TEXT)
         first = next(iter(refs((call.args, call.kwargs))), None)
-        if first is not None and module_couples_rows(module, self.tensors[first]):
+        if first is not None and (what := module_coupling(module, self.tensors[first])):
             for number in results:
-                self.couple(number, call.target, "works along the dimension of the batch")
+                self.couple(number, call.target, what)
         if call.opaque:
             for number in results:
                 self.couple(number, call.target, "its code looks at values, which are those of a microbatch")

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from planner.errors import CaptureError
 from planner.profiler.free_memory import free_bytes, is_out_of_memory
 from planner.profiler.memory import LiveBytes, makes_storage
+from planner.profiler.parameters import check_trainable
 from planner.profiler.shared_memory import ParameterMemory
 from planner.profiler.user_code import user_line
 from planner.units import format_bytes
@@ -50,6 +51,7 @@ def build_meta(build: Callable[[], nn.Module]) -> nn.Module:
         model = _build_for_real(build, error)
     if isinstance(model, nn.Module):
         memory.check(model)
+        check_trainable(model)
         _move_parameters(model)
     return model
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from planner.errors import CaptureError
+from planner.profiler.torch_internals import has_gradient_hooks
 
 _HINT = (
     "keep what forward updates in a buffer (register_buffer) and write that in place; or change parameters in the "
@@ -64,6 +65,31 @@ def check_initialized(model: nn.Module, built_by: str) -> None:
             raise CaptureError(
                 f"{name!r} has no shape until the first forward of its lazy module",
                 hint=f"run one batch through the model in {built_by}, or give the module its sizes",
+            )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise CaptureError for parameters that a plan can't train as one process does, though no statement tells it."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not module.weight.requires_grad:
+            continue
+        if module.max_norm is not None:
+            raise CaptureError(
+                f"{name!r} has max_norm={module.max_norm:g}: its forward scales the rows that it looks up in place, so "
+                "every GPU would scale those of its own rows of the batch",
+                hint="leave max_norm out, and scale the weight in the training loop after the optimizer's step",
+            )
+        if module.sparse:
+            raise CaptureError(
+                f"{name!r} has sparse=True: its gradient is a sparse tensor, which no plan adds up over GPUs",
+                hint="leave sparse out: gradients are then as large as the weight, and as right",
+            )
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise CaptureError(
+                f"parameter {name!r} has a hook on its gradient, which would be given parts of it: of a microbatch, of "
+                "a replica, of a divided weight",
+                hint="change gradients in the training loop, between runtime.step and the optimizer's step",
             )
 
 

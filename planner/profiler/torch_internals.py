@@ -22,6 +22,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "check_torch",
+    "has_gradient_hooks",
     "quiet_fake_tensors",
     "unrecorded",
     "unset_fake_temporarily",
@@ -40,6 +41,11 @@ def check_torch() -> None:
             f"torch {torch.__version__} is installed, and planner records models with torch {TESTED_TORCH}",
             hint=f"install torch {TESTED_TORCH}, or a planner made for {torch.__version__}",
         )
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks were registered on a tensor, which change its gradient or see it."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def unrecorded() -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from planner.errors import CaptureError, PlannerError
+from planner.example_rows import takes_rows
 from planner.model_file import ModelFile, split_arguments, user_error
 
 Loss = Callable[[Any], Any]
@@ -107,7 +108,8 @@ def loss(file: ModelFile, target: Any) -> Loss | None:
 
 def model_call(file: ModelFile) -> str:
     """Return the call of the model with example inputs, as a user writes it."""
-    given, made = example_inputs(file, 2), f"{file.inputs_function}(2)"
+    given = example_inputs(file, 2)
+    made = f"{file.inputs_function}({2 if takes_rows(file.example_inputs) else ''})"
     args, kwargs = split_arguments(given)
     if isinstance(given, torch.Tensor):
         return f"model({made})"

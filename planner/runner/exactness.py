@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from planner.errors import PlannerError, VerifyError
 from planner.model_file import ModelFile, load_model_file, model_hash, user_error
+from planner.model_profile import BY_FREQUENCY
 from planner.runner.after_steps import buffer_differences, changed_buffers, clip_difference
 from planner.runner.batches import Batch, make_batches
 from planner.runner.double import build_exact, exact_arithmetic
@@ -88,8 +89,8 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
                 if has_outputs_without_rows(output):
                     told = replace(told, coupled=(*told.coupled, WITHOUT_ROWS))
         model_file = with_loss(model_file, is_own=is_own)
-        if told.coupled and _rows_are_apart(model, model_file, job):
-            told = replace(told, coupled=())
+        if told.coupled and _rows_are_apart(model, model_file, job):  # but the loss does not tell of gradients
+            told = replace(told, coupled=tuple(text for text in told.coupled if text.endswith(BY_FREQUENCY)))
         batches = _batches(model, model_file, job, told, not_proved)
         is_random = _is_random(model, model_file, batches[0], job.microbatch_size)
         if is_random:
