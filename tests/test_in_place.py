@@ -23,7 +23,7 @@ def profiled(name: str) -> ModelProfile:
     )
 
 
-@pytest.mark.parametrize("name", ["Rectified", "Scaled", "OfInput", "Between"])
+@pytest.mark.parametrize("name", ["Rectified", "Scaled", "OfInput", "Between", "Added"])
 def test_exact_at_every_cut(name: str, pool: WorkerPool, folder: Path) -> None:
     profile = profiled(name)
     layouts = [{"pp_degree": len(profile.layers)}, {"pp_degree": 2, "dp_degree": 2, "schedule": "gpipe"}]

@@ -25,9 +25,15 @@ def check_in_place(
     made: dict[str, int] = dict.fromkeys(inputs, -1)
     written: dict[int, tuple[int, str, Call]] = {}
     """by storage: (layer, value, call) of the last write in place"""
+    parts: dict[str, tuple[object, ...]] = {}
+    """by part of a tensor: the tensor and the index"""
     for position, call in enumerate(calls):
         layer = layer_of[position]
-        for value in _refs((call.args, call.kwargs)):
+        if call.kind == "getitem":
+            parts.update(dict.fromkeys(_refs(call.result), call.args))
+        # `x[i] += y` reads the part x[i], writes it, and puts it back where it was: whoever has x then has all of it
+        back = call.kind == "setitem" and any(parts.get(name) == call.args[:2] for name in _refs(call.args[2:]))
+        for value in _refs(call.args[2:] if back else (call.args, call.kwargs)):
             _check_read(value, layer, made, inputs, storages, written)
         for value in _changes(call):
             written[storages[value]] = (layer, value, call)
