@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.emitter import emit, write_plan
-from planner.errors import CaptureError
+from planner.errors import CaptureError, VerifyError
 from planner.example_rows import for_any_rows, takes_rows
 from planner.model_file import load_model_file
 from planner.profiler import profile_model
@@ -179,3 +179,13 @@ def test_what_stands_in_for_a_loss_fails_no_right_plan(pool: WorkerPool, folder:
     assert len(told) == bool(why)
     assert all(why in note for note in told)
     assert (NOT_PROVED in report.not_proved) == (name != "a dict with the loss")
+
+
+def test_a_loss_that_needs_several_rows_says_so(pool: WorkerPool, folder: Path) -> None:
+    related = "F.cross_entropy(y @ y.T, torch.arange(len(y)))"  # of one row, it is zero
+    (folder / "case.py").write_text(WITHOUT_LOSS.replace("RETURNED", related))
+    profile = profile_model("case.py:model", inputs="inputs", gpu="h100-sxm", dtype="float32", microbatch_sizes=(1,))
+    write_plan(emit(even_plan(profile, microbatch_size=1), profile), folder / "plan.py")
+    with pytest.raises(VerifyError, match="no parameter of one process has a gradient") as caught:
+        verify(folder / "plan.py", pool=pool, timeout_s=120)
+    assert "a microbatch has 1 row: solve with more, as with --pin microbatch_size=2" in caught.value.hint

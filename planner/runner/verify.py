@@ -167,7 +167,9 @@ def verify(
             raise VerifyError(
                 "no parameter of one process has a gradient other than zero, with weights of "
                 f"{len(BUILD_SEEDS)} seeds: there is nothing to compare",
-                hint="check that loss_fn depends on the model's output and that parameters require gradients",
+                hint=_about_rows(job.microbatch_size)
+                if one.coupled
+                else "check that loss_fn depends on the model's output and that parameters require gradients",
             )
         num_processes = subject.plan.num_gpus
         tell(f"the plan on {counted(num_processes, 'process', 'processes')}", 3)
@@ -246,6 +248,14 @@ def verify(
         num_processes=num_processes,
         plan_summary=plan_summary(subject.plan),
         tolerance=TOLERANCE,
+    )
+
+
+def _about_rows(rows: int) -> str:
+    """Return what to do where rows depend on one another, and those of a microbatch leave nothing to train."""
+    return (
+        f"rows depend on one another here, and a microbatch has {counted(rows, 'row')}: solve with more, as with "
+        f"--pin microbatch_size={2 * rows}"
     )
 
 
