@@ -8,9 +8,8 @@ whole batch is compared in any case, and a difference that nothing explains is a
 
 import hashlib
 import importlib.util
-import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,9 +25,21 @@ from planner.model_file import ModelFile, load_model_file, model_hash, user_erro
 from planner.model_profile import BY_FREQUENCY
 from planner.runner.after_steps import buffer_differences, changed_buffers, clip_difference
 from planner.runner.batches import Batch, make_batches
+from planner.runner.comparison import LARGEST, ZERO_FRACTION, compare_gradient, compare_initial, keep_furthest, loss_gap
 from planner.runner.double import build_exact, exact_arithmetic
-from planner.runner.draws import CountedDraws, MatchedDraws, draws_like
-from planner.runner.exact_job import EQUAL_VERDICTS, TOLERANCE, Comparison, ExactJob, Outcome, Reference
+from planner.runner.draws import MatchedDraws, draws_like
+from planner.runner.exact_job import Comparison, ExactJob, Outcome, Reference
+from planner.runner.one_process import (
+    check_finite,
+    check_gradients,
+    check_mean,
+    check_repeatable,
+    draws_numbers,
+    loss_of_output,
+    loss_without_gradients,
+    output_of_rows,
+    train_step,
+)
 from planner.runner.rank import RankContext
 from planner.runner.stand_in import NOT_PROVED, WITHOUT_ROWS, has_outputs_without_rows, own_loss, with_loss
 from planner.runner.whole_batch import (
@@ -44,11 +55,7 @@ from planner.units import counted, format_bytes
 
 NUM_STEPS = 2
 LEARNING_RATE = 1e-3
-# A gradient this far below the largest is rounding: a key's bias under softmax is zero in exact arithmetic, and about
-# 1e-17 of the largest in float64. Differences are measured against no less than this, so zero must be zero to 1e-14.
-ZERO_FRACTION = 1e-9
 _OWN_BUFFERS = "one process took the whole batch, or replicas and other microbatches update their own"
-LARGEST = 1e30  # a difference or norm above it is told as this: nothing trains there, in no dtype
 
 
 def inspect_model(context: RankContext, spec: str, inputs_function: str, shrink: Shrink | None) -> tuple[str, int]:
@@ -82,7 +89,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
         stack.enter_context(draws_like(import_plan(job.plan_path), model))
         is_own = False
         if model_file.loss_fn is None:
-            output = _output_of_rows(model, model_file, job)
+            output = output_of_rows(model, model_file, job)
             is_own = own_loss(output) is not None
             if not is_own:
                 not_proved.append(NOT_PROVED)
@@ -92,16 +99,16 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
         if told.coupled and _rows_are_apart(model, model_file, job):  # but the loss does not tell of gradients
             told = replace(told, coupled=tuple(text for text in told.coupled if text.endswith(BY_FREQUENCY)))
         batches = _batches(model, model_file, job, told, not_proved)
-        is_random = _is_random(model, model_file, batches[0], job.microbatch_size)
+        is_random = draws_numbers(model, model_file, batches[0], job.microbatch_size)
         if is_random:
             stack.enter_context(MatchedDraws())  # type: ignore[no-untyped-call]
-            _check_repeatable(model, model_file, batches[0], job.microbatch_size)
+            check_repeatable(model, model_file, batches[0], job.microbatch_size)
             told = replace(told, coupled=(*told.coupled, "random numbers, which are others for other numbers of rows"))
         carried = _carried_buffers(model, model_file, batches[0], job.microbatch_size)
 
         def loss_of(batch: Batch, rows: int) -> Tensor:
             args, kwargs, target = next(batch.microbatches(rows))
-            return _loss(model(*args, **kwargs), model_file, target)
+            return loss_of_output(model(*args, **kwargs), model_file, target)
 
         with _training_alone(model_file):
             kept = activation_bytes(model, lambda: loss_of(batches[0], job.microbatch_size)) * count
@@ -127,7 +134,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             if at_once:
                 with _training_alone(model_file):
                     whole = whole_batch_gradients(model, partial(loss_of, batch, job.global_batch_size))
-                _check_finite(whole[0])
+                check_finite(whole[0])
             if adds_up and whole is not None:
                 loss = whole[0]
                 for name, parameter in model.named_parameters():
@@ -135,16 +142,16 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
                     parameter.grad = None if given is None else given.clone()
             else:
                 with _training_alone(model_file):
-                    loss = _train_step(model, model_file, batch, job.microbatch_size, float(count) ** told.degree)
+                    loss = train_step(model, model_file, batch, job.microbatch_size, float(count) ** told.degree)
                 if step == 0 and whole is not None and not told.degree:
-                    _check_mean(whole[0], loss, job)
+                    check_mean(whole[0], loss, job)
             gradients = {
                 name: None if parameter.grad is None else parameter.grad.clone()
                 for name, parameter in model.named_parameters()
             }
             saved["steps"].append((loss, gradients))
             saved["whole"].append(whole)
-            _check_gradients(gradients)
+            check_gradients(gradients)
             optimizer.step()
             optimizer.zero_grad()
         updated = changed_buffers(model, initial)
@@ -191,7 +198,7 @@ def _carried_buffers(model: nn.Module, model_file: ModelFile, batch: Batch, rows
                 break
             torch.manual_seed(1)
             args, kwargs, target = next(batch.microbatches(rows))
-            losses.append(float(_loss(model(*args, **kwargs), model_file, target)))
+            losses.append(float(loss_of_output(model(*args, **kwargs), model_file, target)))
             now = dict(model.named_buffers())
             changed = tuple(name for name, old in before.items() if name in now and not torch.equal(now[name], old))
     return changed if losses[0] != losses[-1] else ()
@@ -209,10 +216,10 @@ def _rows_are_apart(model: nn.Module, model_file: ModelFile, job: ExactJob) -> b
     [batch] = make_batches(model_file, model, job.global_batch_size, 1, padded=False)
     with torch.no_grad(), kept_buffers(model):
         losses = [
-            float(_loss(model(*args, **kwargs), model_file, target))
+            float(loss_of_output(model(*args, **kwargs), model_file, target))
             for args, kwargs, target in batch.microbatches(job.microbatch_size)
         ]
-    whole, total = _loss_without_gradients(model, model_file, batch, job.global_batch_size), sum(losses)
+    whole, total = loss_without_gradients(model, model_file, batch, job.global_batch_size), sum(losses)
     return any(abs(whole - value) <= 1e-9 * max(1.0, abs(whole)) for value in (total, total / len(losses)))
 
 
@@ -227,7 +234,7 @@ def _batches(
     for ignored in (told.ignored if uneven else {}, {}):
         batches = make_batches(model_file, model, job.global_batch_size, NUM_STEPS, ignored=ignored, padded=uneven)
         try:
-            _loss_without_gradients(model, model_file, batches[0], job.microbatch_size)
+            loss_without_gradients(model, model_file, batches[0], job.microbatch_size)
         except (IndexError, RuntimeError, PlannerError):
             if not ignored:
                 raise
@@ -266,7 +273,7 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
     unread = {
         name for name in reference["parameters"] if all(gradients[name] is None for _, gradients in reference["steps"])
     }
-    _compare(worst, runtime.full_parameters(), reference["parameters"], 0, _compare_initial, unread)
+    keep_furthest(worst, runtime.full_parameters(), reference["parameters"], 0, compare_initial, unread)
     optimizer = torch.optim.AdamW(runtime.parameters(), lr=LEARNING_RATE, foreach=True)
     loss_difference = clip = 0.0
     whole_difference: float | None = None
@@ -276,14 +283,14 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
         loss_one, gradients_one = reference["steps"][step]
         with exact():
             loss = float(runtime.step(inputs[step], batch.target))
-        loss_difference = max(loss_difference, _gap(loss, loss_one))
+        loss_difference = max(loss_difference, loss_gap(loss, loss_one))
         floor = ZERO_FRACTION * max((float(g.norm()) for g in gradients_one.values() if g is not None), default=0.0)
         gradients = runtime.full_gradients()
         compare = partial(compare_gradient, floor=floor)
-        _compare(worst, gradients, gradients_one, step + 1, compare)
+        keep_furthest(worst, gradients, gradients_one, step + 1, compare)
         if gradients is not None and (whole := reference["whole"][step]) is not None:
             differences = [compare(gradients.get(name), one)[0] for name, one in whole[1].items() if one is not None]
-            whole_difference = max(whole_difference or 0.0, _gap(loss, whole[0]), *differences)
+            whole_difference = max(whole_difference or 0.0, loss_gap(loss, whole[0]), *differences)
         if step == len(batches) - 1:
             clip = clip_difference(runtime, gradients_one.values())
         optimizer.step()
@@ -303,12 +310,6 @@ def run_plan(context: RankContext, job: ExactJob) -> Outcome | None:
     )
 
 
-def _gap(loss: float, one: float) -> float:
-    """Return how far a loss is from another, relative where that is above 1; `LARGEST` where it is no number."""
-    gap = abs(loss - one) / max(1.0, abs(one))
-    return min(gap, LARGEST) if gap == gap else LARGEST
-
-
 def import_plan(path: Path) -> ModuleType:
     """Return plan.py as a module of its own name."""
     name = f"planner_plan_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
@@ -319,172 +320,3 @@ def import_plan(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def compare_gradient(gradient: Tensor | None, one: Tensor | None, floor: float) -> tuple[float, float, str]:
-    """Return norm(g - g_one) / norm(g_one), norm(g_one), and 'equal' or what is wrong; `floor` stands in for zero."""
-    if one is None:
-        if gradient is None:
-            return 0.0, 0.0, "no gradient"
-        if not bool(gradient.any()):  # an optimizer leaves a parameter without gradient alone, and decays this one
-            return 0.0, 0.0, "zero, not none"
-        excess = float(gradient.double().norm()) / max(floor, sys.float_info.min)
-        return min(excess, LARGEST) if excess == excess else LARGEST, 0.0, "unexpected"
-    norm = float(one.norm())
-    if gradient is None:
-        return 1.0, norm, "missing"
-    if gradient.shape != one.shape:
-        return 1.0, norm, f"shape {tuple(gradient.shape)}"
-    difference = float((gradient.double() - one).norm()) / max(norm, floor, sys.float_info.min)
-    if difference != difference or difference == float("inf"):
-        return LARGEST, norm, "not finite"
-    difference = min(difference, LARGEST)
-    return difference, norm, "equal" if difference <= TOLERANCE else "differs"
-
-
-def _compare_initial(value: Tensor | None, one: Tensor | None) -> tuple[float, float, str]:
-    """Compare a parameter right after setup, bit for bit."""
-    if one is None:
-        return 1.0, 0.0, "unexpected"
-    norm = float(one.double().norm())
-    if value is None or value.shape != one.shape:
-        return 1.0, norm, "not set up"
-    if torch.equal(value, one):
-        return 0.0, norm, "equal"
-    difference = float((value.double() - one).norm()) / max(norm, sys.float_info.min)
-    return min(difference, LARGEST) if difference == difference else LARGEST, norm, "starts otherwise"
-
-
-def _compare(
-    worst: dict[str, Comparison],
-    given: Mapping[str, Tensor | None] | None,
-    expected: Mapping[str, Tensor | None],
-    step: int,
-    compare: Callable[[Tensor | None, Tensor | None], tuple[float, float, str]],
-    unread: Collection[str] = (),
-) -> None:
-    """Keep, for each parameter, the comparison that is furthest off; `given` is None on ranks other than 0.
-
-    Parameters `unread`, which get no gradient in one process, may be missing: if the plan did need one, its loss
-    would differ.
-    """
-    if given is None:
-        return
-    for name in (*expected, *(name for name in given if name not in expected)):
-        one = expected.get(name)
-        if name in unread and given.get(name) is None:
-            difference, norm, verdict = 0.0, 0.0, "unused"
-        else:
-            difference, norm, verdict = compare(given.get(name), one)
-        before = worst.get(name)
-        if (
-            before is None
-            or (verdict not in EQUAL_VERDICTS, difference) > (before.verdict not in EQUAL_VERDICTS, before.difference)
-            or (before.step == 0 and before.verdict == "equal")
-        ):
-            shape = tuple(one.shape) if one is not None else ()
-            worst[name] = Comparison(
-                name=name, shape=shape, difference=difference, norm=norm, step=step, verdict=verdict
-            )
-
-
-def _train_step(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int, scale: float = 1.0) -> float:
-    """Return `scale` times the mean loss over the microbatches, with gradients accumulated in the model."""
-    num_microbatches, total = batch.num_rows // rows / scale, 0.0
-    for args, kwargs, target in batch.microbatches(rows):
-        loss = _loss(model(*args, **kwargs), model_file, target) / num_microbatches
-        _check_finite(float(loss))
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss)
-    return total
-
-
-def _loss(output: Any, model_file: ModelFile, target: Any) -> Tensor:
-    assert model_file.loss_fn is not None  # see `with_loss`
-    try:
-        loss = model_file.loss_fn(output) if target is None else model_file.loss_fn(output, target)
-    except Exception as error:
-        raise user_error(error, model_file.path, "computing the loss") from error
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise VerifyError(f"the loss has {shown}, not one number", hint="write loss_fn(output) in the model file")
-    return loss.reshape(())
-
-
-def _loss_without_gradients(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> float:
-    """Return the loss of the first `rows` rows; buffers that the forward changes are put back."""
-    return float(_loss(_output_without_gradients(model, batch, rows), model_file, next(batch.microbatches(rows))[2]))
-
-
-def _output_without_gradients(model: nn.Module, batch: Batch, rows: int) -> Any:
-    """Return the output for the first `rows` rows; buffers that the forward changes are put back."""
-    with torch.no_grad(), kept_buffers(model):
-        args, kwargs, _ = next(batch.microbatches(rows))
-        return model(*args, **kwargs)
-
-
-def _output_of_rows(model: nn.Module, model_file: ModelFile, job: ExactJob) -> Any:
-    """Return the output for several rows: of one alone, an output of a number per row looks like a loss."""
-    rows = max(2, job.microbatch_size)
-    [batch] = make_batches(model_file, model, rows, 1, padded=False)
-    return _output_without_gradients(model, batch, rows)
-
-
-def _check_finite(loss: float) -> None:
-    if not math.isfinite(loss):
-        raise VerifyError(
-            f"the loss of one process is {loss}: there is nothing to compare with",
-            hint="check example_inputs and loss_fn",
-        )
-
-
-def _check_gradients(gradients: Mapping[str, Tensor | None]) -> None:
-    """Raise VerifyError where a gradient of one process is beyond what can be compared, and any training survives."""
-    for name, gradient in gradients.items():
-        norm = 0.0 if gradient is None else float(gradient.norm())
-        if not norm <= LARGEST:
-            raise VerifyError(
-                f"the gradient of {name!r} in one process has norm {norm:.1e}, above {LARGEST:.0e}: there is nothing "
-                "to compare with",
-                hint="check the scale of loss_fn and of what the model computes: AdamW squares gradients, and float32 "
-                "ends at 3e+38",
-            )
-
-
-def _check_mean(whole: float, mean: float, job: ExactJob) -> None:
-    """Raise VerifyError where the whole batch's loss is the sum, not the mean, of its microbatches' losses."""
-    count = job.global_batch_size // job.microbatch_size
-    if count > 1 and whole != 0.0 and abs(whole - count * mean) <= 1e-9 * abs(whole):
-        raise VerifyError(
-            f"loss_fn sums over rows: the loss of the whole batch, {whole:.6g}, is {count} times the mean over its "
-            f"microbatches of {counted(job.microbatch_size, 'row')}, {mean:.6g}. A plan takes that mean, so its "
-            f"gradients would be {count} times too small",
-            hint='return the mean over rows from loss_fn, as reduction="mean" does',
-        )
-
-
-def _is_random(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> bool:
-    """Return whether random numbers may change the loss: those drawn here may happen to change nothing."""
-    with CountedDraws() as draws:
-        repeatable = _is_repeatable(model, model_file, batch, rows)
-    return draws.count > 0 or not repeatable
-
-
-def _is_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> bool:
-    """Return whether the same weights and data give the same loss, whatever the random state."""
-    losses = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        losses.append(_loss_without_gradients(model, model_file, batch, rows))
-        _check_finite(losses[-1])  # first: nan is not equal to itself, and no randomness
-    return losses[0] == losses[1]
-
-
-def _check_repeatable(model: nn.Module, model_file: ModelFile, batch: Batch, rows: int) -> None:
-    """Raise VerifyError where the loss is another with the same random numbers: then no two processes could agree."""
-    if not _is_repeatable(model, model_file, batch, rows):
-        raise VerifyError(
-            "the model's forward gives another loss each time, with the same weights, data and random numbers",
-            hint="draw random values with torch (not with random or numpy), and keep nothing from one forward to the "
-            "next but in buffers",
-        )
