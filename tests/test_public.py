@@ -166,3 +166,15 @@ def example_inputs(batch_size):
     profile = profile_model(str(path), gpu="h100-sxm", dtype="float32", microbatch_sizes=(1, 2))
     assert "torch.erf" in {node.target for node in profile.program.nodes}
     assert torch.jit.script is script
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("complex_weight", "parameter 'weight' is complex64, and plans train real numbers"),
+        ("halved_gradient", "`register_hook` in the model acts on a gradient in backward"),
+    ],
+)
+def test_what_no_plan_trains_as_one_process_is_refused(name: str, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(load_model_file(f"{ZOO}:build_{name}", inputs=f"inputs_{name}"))

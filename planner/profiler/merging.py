@@ -161,7 +161,9 @@ class _Merger:
     def _call(self, base: Call, other: Call) -> Call:
         where = base.location or other.location or base.scope or "the model"
         if (base.kind, base.target) != (other.kind, other.target):
-            raise StructureDiffersError(f"`{base.target}` or `{other.target}` being called", where)
+            raise StructureDiffersError(
+                f"`{base.target or base.kind}` or `{other.target or other.kind}` being called", where
+            )
         try:
             args, kwargs = self.unify(base.args, other.args), self.unify(base.kwargs, other.kwargs)
             body = self.calls(base.body, other.body)

@@ -91,6 +91,13 @@ def check_trainable(model: nn.Module) -> None:
                 "a replica, of a divided weight",
                 hint="change gradients in the training loop, between runtime.step and the optimizer's step",
             )
+        if parameter.is_complex():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise CaptureError(
+                f"parameter {name!r} is {dtype}, and plans train real numbers",
+                hint="keep it as real numbers, nn.Parameter(torch.view_as_real(values)), and call "
+                "torch.view_as_complex on it in forward",
+            )
 
 
 def _storage(tensor: torch.Tensor) -> int:

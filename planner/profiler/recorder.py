@@ -48,6 +48,7 @@ _IN_PLACE_DUNDERS = {
     "__ixor__",
     "__ifloordiv__",
 }
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _FROM_DATA = {"tensor", "as_tensor", "asarray", "new_tensor"}
 _READS = "reads the value of a tensor: the code after it depends on the data, so no fixed program computes it"
 
@@ -93,6 +94,8 @@ class _Recorder(Values, TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if any(isinstance(item, Drawn) for item in (*args, *kwargs.values())):
             return self._make_drawn(func, args, kwargs)
+        if name in _HOOKS:
+            self.check_hook(name)
         if name == "__set__" and func.__self__ is torch.Tensor.data:
             self.check_data(args[0])
         if name == "__bool__" and id(args[0]) in self.chances:
@@ -221,6 +224,15 @@ class _Recorder(Values, TorchFunctionMode):
         raise UnrecordableError(
             f"{where}: `.data = ...` in {self.scopes[-1] or self.root} gives a tensor other data{source_line(where)}",
             hint="write in place (tensor.copy_(...), under torch.no_grad()), or go on with a new tensor",
+        )
+
+    def check_hook(self, name: str) -> None:
+        """Raise UnrecordableError where the gradient of a value is given a function, which no call tells."""
+        where = self.location()
+        raise UnrecordableError(
+            f"{where}: `{name}` in {self.scopes[-1] or self.root} acts on a gradient in backward, which a program does "
+            f"not hold{source_line(where)}",
+            hint="put that code into the forward of a module of its own, which is then called whole",
         )
 
     def check_name(self, kind: NodeKind, target: str) -> None:

@@ -398,3 +398,37 @@ class Detector(nn.Module):
 
 build_detector = Detector
 inputs_detector = inputs_complex_product
+
+
+class ComplexWeight(nn.Module):
+    """A weight of complex numbers (Fourier neural operators as published)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(self.stem(x)) * self.weight, n=WIDTH)
+
+
+build_complex_weight = ComplexWeight
+inputs_complex_weight = inputs_complex_product
+
+
+class HalvedGradient(nn.Module):
+    """A value whose gradient a hook halves (MuZero's hidden state)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        x.register_hook(lambda gradient: gradient * 0.5)
+        out: Tensor = self.head(x)
+        return out
+
+
+build_halved_gradient = HalvedGradient
+inputs_halved_gradient = inputs_complex_product
