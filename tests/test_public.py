@@ -178,3 +178,7 @@ def example_inputs(batch_size):
 def test_what_no_plan_trains_as_one_process_is_refused(name: str, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(load_model_file(f"{ZOO}:build_{name}", inputs=f"inputs_{name}"))
+
+
+def test_asking_for_no_gradient_of_a_buffer_does_not_update_it() -> None:
+    assert capture(load_model_file(f"{ZOO}:build_sequences", inputs="inputs_sequences")).updated_buffers == ()

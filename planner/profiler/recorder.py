@@ -134,8 +134,8 @@ class _Recorder(Values, TorchFunctionMode):
             result = fresh(result, known)
         elif args and isinstance(args[0], torch.Tensor):
             with unrecorded():
-                self.buffers.note_write(args[0])
-                if name != "requires_grad_":
+                if name != "requires_grad_":  # writes nothing
+                    self.buffers.note_write(args[0])
                     self.parameters.check_write(args[0], self.location())
         if call.in_place and any(id(args[0]) == constant for _, constant, _ in self.constants):
             raise self._unknown_tensor(args[0])

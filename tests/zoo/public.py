@@ -340,7 +340,7 @@ class Sequences(nn.Module):
 
     def forward(self, x: Tensor, text: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         rows, length, _ = x.shape
-        x = (self.stem(x) * self.rope.table).flatten(0, 1)
+        x = (self.stem(x) * self.rope.table.requires_grad_(False)).flatten(0, 1)
         for block in self.blocks:
             x = block(x)
         log_probs = F.log_softmax(self.head(x), -1).view(rows, length, -1).transpose(0, 1)
