@@ -13,9 +13,10 @@ from planner.model_file import split_arguments
 from planner.profiler import profile_model
 from planner.profiler.arguments import fill, resolve
 from planner.profiler.blocks import find_blocks, select_calls
-from planner.profiler.capture import Capture, capture, input_tensors
+from planner.profiler.capture import Capture, capture
 from planner.profiler.execute import Target, run_nodes
 from planner.profiler.layers import build_program, divide, input_only_values, make_edges
+from planner.profiler.one_recording import input_tensors
 from planner.program import Program
 from tests.zoo import models, public
 

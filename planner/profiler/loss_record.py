@@ -8,8 +8,9 @@ from planner.model_file import ModelFile
 from planner.model_profile import Count, Loss
 from planner.profiler import user_code as user
 from planner.profiler.blocks import find_blocks, select_calls
-from planner.profiler.capture import Capture, map_tensors, named_tensors
+from planner.profiler.capture import Capture
 from planner.profiler.loss import Meaning, read_meaning
+from planner.profiler.one_recording import map_tensors, named_tensors
 from planner.profiler.recording import Call
 from planner.profiler.row_numbers import row_number_couplings
 from planner.program import Program

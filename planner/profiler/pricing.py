@@ -12,7 +12,7 @@ from planner.errors import ProfileError
 from planner.model_file import ModelFile, split_arguments
 from planner.model_profile import LayerCost, WholeAt
 from planner.profiler import user_code as user
-from planner.profiler.capture import Capture, input_tensors, named_tensors
+from planner.profiler.capture import Capture
 from planner.profiler.classes import OpenedClass
 from planner.profiler.execute import Target, outside_results, run_derived
 from planner.profiler.fake import model_dtype
@@ -21,6 +21,7 @@ from planner.profiler.layer_cost import class_cost
 from planner.profiler.layers import Segment, variable_names
 from planner.profiler.loss_record import target_variables
 from planner.profiler.modules import ModuleSource
+from planner.profiler.one_recording import input_tensors, named_tensors
 from planner.profiler.plain_tensors import find_tensor
 from planner.profiler.recording import Call
 from planner.profiler.segment import SegmentRunner, does_not_fit

@@ -17,7 +17,7 @@ from planner.model_profile import LayerClass, LayerCost, ModelProfile, Parameter
 from planner.profiler import user_code as user
 from planner.profiler.autocast import asked_autocasts
 from planner.profiler.buffers import update_notes
-from planner.profiler.capture import Capture, capture, input_tensors
+from planner.profiler.capture import Capture, capture
 from planner.profiler.carried import carried_buffers, carried_notes
 from planner.profiler.class_keys import ClassKeys
 from planner.profiler.classes import OpenedClass, layer_body, open_class, shardings_of
@@ -37,6 +37,7 @@ from planner.profiler.layers import (
 )
 from planner.profiler.loss_record import loss_record, read_loss, target_variables
 from planner.profiler.notes import batch_norm_notes, degree_notes, hint_notes, loss_notes, noise_notes, whole_notes
+from planner.profiler.one_recording import input_tensors
 from planner.profiler.plain_tensors import plain_tensors
 from planner.profiler.pricing import Pricer, ProfiledClass, Progress
 from planner.profiler.recording import Call

@@ -5,7 +5,6 @@ and a `TorchFunctionMode` sees every call of a torch function or tensor method o
 module's call holds the calls of its own forward in `body`, so that it can be kept as one call or opened.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,28 +15,20 @@ from torch.overrides import TorchFunctionMode
 
 from planner.arguments import ParamRef, Ref, leaves
 from planner.errors import CaptureError
-from planner.names import function_name, method_name
-from planner.profiler.autocast import Autocasts
 from planner.profiler.buffers import Buffers
+from planner.profiler.checks import FAKE_HINT, Checks
 from planner.profiler.conversions import converted_modules
-from planner.profiler.drawn import Drawn, conversion, drawing_functions, tensor_of, watched
-from planner.profiler.functions import OPAQUE_FUNCTION, Draws, PythonRandom, Run, seen_functions
-from planner.profiler.parameters import Parameters
-from planner.profiler.recording import Call, DrewError, Recording, UnrecordableError, Unsupported, is_leaf, source_line
+from planner.profiler.drawn import Drawn, conversion, tensor_of, watched
+from planner.profiler.functions import OPAQUE_FUNCTION, Draws, Run, seen_functions
+from planner.profiler.recording import Call, Recording, UnrecordableError, Unsupported, is_leaf
 from planner.profiler.targets import target_of
 from planner.profiler.torch_internals import LOSS_MODULE, unrecorded
-from planner.profiler.user_code import user_line
 from planner.profiler.value_checks import caller, drop_unread, passing_value
-from planner.profiler.values import LOSS, Values, flatten, fresh
+from planner.profiler.values import LOSS, flatten, fresh
 from planner.profiler.whole import CannotRunError, WholeRuns
-from planner.program import NodeKind
 
 # Calls that turn a tensor into a Python value: under fake tensors they raise; with real ones they would bake a branch.
 _COMPARISONS = {"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__"}
-_VALUE_READS = {"__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__contains__"}
-_VALUE_READS |= {"numpy", "__array__", "__format__"}
-# The errors of operators whose results, or their shapes, depend on values; or that fake tensors don't know.
-_VALUE_ERRORS = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")
 _IN_PLACE_DUNDERS = {
     "__iadd__",
     "__isub__",
@@ -50,34 +41,16 @@ _IN_PLACE_DUNDERS = {
 }
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _FROM_DATA = {"tensor", "as_tensor", "asarray", "new_tensor"}
-_READS = "reads the value of a tensor: the code after it depends on the data, so no fixed program computes it"
 
 
-_READS_RANDOM = "reads a random number: Python decides by it what runs, so no fixed program computes it"
-_VALUE_HINT = (
-    "compute it with tensor operations (masks, torch.where), so that all data takes the same code; or put it into the "
-    "forward of a module that returns the same shapes for all data: that is then called whole"
-)
-_LOSS_HINT = (
-    "return the loss as the tensor that it is, and let all data take the same code: `(x * mask).sum() / mask.sum()` is "
-    "the mean of `x[mask]`"
-)
-_RANDOM_HINT = (
-    "a random number decides here what runs: set its probability to 0 in the model's configuration (layerdrop=0.0, "
-    "say) to plan the model without it; or let torch.where choose between the two results"
-)
-_FAKE_HINT = "run the model by itself on what example_inputs(2) gives; recording uses fake tensors on the CPU"
-
-
-class _Recorder(Values, TorchFunctionMode):
+class _Recorder(Checks, TorchFunctionMode):
     def __init__(self, model: nn.Module, whole: WholeRuns, empty_caches: Callable[[], None]) -> None:
         super().__init__(model)
-        self.model, self.whole = model, whole
+        self.whole = whole
         self.empty_caches = empty_caches
-        self.buffers, self.parameters = Buffers(model), Parameters(model)
+        self.buffers = Buffers(model)
         self.in_leaf = False
-        self.draws, self.python_random = Draws(), PythonRandom()
-        self.autocasts = Autocasts()
+        self.draws = Draws()
         self.uniform: dict[int, Call] = {}  # tensors that are one uniform random number
         self.chances: dict[int, float] = {}  # comparisons of one, with the probability that they are true
         self.random: set[int] = set()  # tensors that come of random numbers alone
@@ -187,79 +160,6 @@ class _Recorder(Values, TorchFunctionMode):
         self.skip_next = min(probability, 1.0 - probability)
         return likely
 
-    def check_random(self, module: nn.Module | None = None) -> None:
-        """Raise UnrecordableError where numbers were drawn that are not torch's: a program would keep them for good.
-
-        `module` is the one whose forward has just ended.
-        """
-        if self.python_random.drew():
-            code = type(module).forward.__code__ if module is not None else None
-            where = self.location() if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-            scope = self.scopes[-1]
-            owner = self.model.get_submodule(scope)
-            raise DrewError(
-                f"{where}: random numbers of Python or numpy were drawn in {scope or self.root}, here or "
-                f"just before: a program would have the same ones in every step{source_line(where)}",
-                hint="draw them with torch and keep them in tensors (torch.rand, torch.where); or draw in the forward "
-                "of a module of its own, which is then called whole",
-                functions=tuple(f"{scope}:{name}" for name in drawing_functions(sys._getframe(), owner)),
-            )
-
-    def check_autocast(self) -> None:
-        """Raise UnrecordableError under an autocast that the forward enables: a program would leave its casts out."""
-        if self.autocasts.enabled():
-            where = self.location()
-            raise UnrecordableError(
-                f"{where}: {self.scopes[-1] or self.root} computes this under its own torch.autocast, whose casts "
-                f"no program holds{source_line(where)}",
-                hint="take torch.autocast out of the forward and plan with `planner solve --precision bf16-mixed`; or "
-                "keep it in the forward of a module of its own, which is then called whole",
-            )
-
-    def check_data(self, target: torch.Tensor) -> None:
-        """Raise CaptureError where a tensor is given other data (`tensor.data = ...`), which no call tells."""
-        where = self.location()
-        with unrecorded():
-            self.parameters.check_write(target, where)
-        raise UnrecordableError(
-            f"{where}: `.data = ...` in {self.scopes[-1] or self.root} gives a tensor other data{source_line(where)}",
-            hint="write in place (tensor.copy_(...), under torch.no_grad()), or go on with a new tensor",
-        )
-
-    def check_hook(self, name: str) -> None:
-        """Raise UnrecordableError where the gradient of a value is given a function, which no call tells."""
-        where = self.location()
-        raise UnrecordableError(
-            f"{where}: `{name}` in {self.scopes[-1] or self.root} acts on a gradient in backward, which a program does "
-            f"not hold{source_line(where)}",
-            hint="put that code into the forward of a module of its own, which is then called whole",
-        )
-
-    def check_name(self, kind: NodeKind, target: str) -> None:
-        """Raise UnrecordableError for a function that no program may call."""
-        try:
-            if kind in ("function", "method"):
-                (function_name if kind == "function" else method_name)(target)
-        except ValueError as error:
-            where = self.location()
-            raise UnrecordableError(
-                f"{where}: `{target}` in {self.scopes[-1] or self.root}: {error}{source_line(where)}",
-                hint="put that code into the forward of a module of its own, which is then called whole",
-            ) from None
-
-    def check_values(self, name: str, error: Exception, *, random: bool = False) -> None:
-        """Raise UnrecordableError where an error means that code depends on values, which may be `random` ones."""
-        kind = type(error).__name__
-        if isinstance(error, CaptureError) or not (name in _VALUE_READS or kind.startswith(_VALUE_ERRORS)):
-            return
-        where = self.location()
-        said = "has no fake, so only real tensors can go through it" if kind.startswith("Unsupported") else _READS
-        said = _READS_RANDOM if random else said
-        raise UnrecordableError(
-            f"{where}: `{name}` in {self.scopes[-1] or self.root} {said}{source_line(where)}",
-            hint=_RANDOM_HINT if random else _LOSS_HINT if self.root == LOSS else _VALUE_HINT,
-        ) from error
-
     def _versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
         """Return the tensors among arguments that are values, each with how often it was written in place so far."""
         with unrecorded():
@@ -351,7 +251,7 @@ class _Recorder(Values, TorchFunctionMode):
             self.check_random(module)
             return result
         except Exception as error:
-            reason = self._unrecordable(call.target, error)
+            reason = self.unrecordable(call.target, error)
             if reason is None:
                 raise
             call.leaf, call.opaque = True, reason.message
@@ -362,25 +262,10 @@ class _Recorder(Values, TorchFunctionMode):
                 self.python_random.drew()
                 return result
             except CannotRunError as refusal:
-                if not isinstance(error, CaptureError) and reason.hint == _FAKE_HINT:
+                if not isinstance(error, CaptureError) and reason.hint == FAKE_HINT:
                     raise error from None  # it may be wrong with real tensors too
                 message = f"{reason.message}\n{call.target} can't be called whole: {refusal}"
                 raise UnrecordableError(message, hint=reason.hint) from error
-
-    def _unrecordable(self, name: str, error: Exception) -> UnrecordableError | None:
-        """Return why a module's code can't be recorded, from the error that it raised; None where it is refused."""
-        if isinstance(error, CaptureError):
-            return error if isinstance(error, UnrecordableError) else None
-        try:
-            self.check_values(name, error)
-        except UnrecordableError as reason:
-            return reason
-        where = user_line(error) or name
-        return UnrecordableError(
-            f"{where}: fake tensors can't go through a statement in {name}: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}{source_line(where)}",
-            hint=_FAKE_HINT,
-        )
 
     def rename(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Know a parameter or buffer by another tensor, into which the forward converted it."""

@@ -16,10 +16,11 @@ from torch import nn
 from planner.errors import CaptureError
 from planner.model_file import ModelFile
 from planner.profiler.blocks import open_calls, select_calls
-from planner.profiler.capture import Capture, record_once
+from planner.profiler.capture import Capture
 from planner.profiler.hidden import called_whole
 from planner.profiler.loss_state import flat
 from planner.profiler.merging import ROWS, StructureDiffersError, merge, same_leaf
+from planner.profiler.one_recording import record_once
 from planner.profiler.recording import Call, Recording
 from planner.profiler.state import Attributes, attributes_to_set, state_of
 from planner.profiler.whole import plain_attributes, same, set_outside
