@@ -150,7 +150,7 @@ def _two(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
 
-NAMES = ("writes", "writing_blocks", "filled", "chained_views")
+NAMES = ("writes", "writing_blocks", "filled", "chained_views", "accumulated")
 build_accumulated, inputs_accumulated = Accumulated, _floats
 build_writes, inputs_writes = Writes, _masked
 build_writing_blocks, inputs_writing_blocks = WritingBlocks, _floats
