@@ -33,7 +33,9 @@ from planner.model_file import ModelFile, load_model_file, split_arguments
 from planner.profiler.blocks import find_blocks
 from planner.runner.double import build_exact
 
+torch.set_num_threads(1)  # ranks are forked, and threads of this process would be missing in them: they would hang
 NUM_MICROBATCHES, ROWS = 4, 4
+LIMIT_S = 120.0  # of the ranks' run: what takes longer hangs
 MAX_SPLITS = 5  # places to split at that are tried
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -185,8 +187,11 @@ def run_ranks(
         )
         failure = ""
         try:
-            while not context.join(timeout=120):
-                pass
+            until = time.monotonic() + LIMIT_S
+            while not context.join(timeout=max(0.0, until - time.monotonic())):
+                if time.monotonic() >= until:
+                    failure = f"the ranks did not end within {LIMIT_S:.0f} s"
+                    break
         except mp.ProcessRaisedException as error:
             failure = first_line(error)
         except mp.ProcessExitedException as error:  # the ranks have written why, unless a signal ended one
