@@ -277,7 +277,8 @@ class ModelProfile(Record):
 
     `input_only_values` are computed from the model's inputs alone, without parameters: every stage that reads one makes
     it anew. `target_dims` are the dimensions that grow with the batch of the tensors of the loss's target, in order;
-    `called_whole` are the modules whose code looks at values, which runs as it is.
+    `called_whole` are the modules whose code looks at values, which runs as it is, `drawing_outside` those of them that
+    draw with Python's or numpy's generators.
     `updated_buffers` are those that a forward in training changes, each under all of its names, and
     `carried_buffers` those of them whose value of the last forward reaches what is trained on; `arguments` the model's
     in the order of positions; `constants` the numbers, flags and texts among them for which the program was recorded
@@ -301,6 +302,7 @@ class ModelProfile(Record):
     updated_buffers: tuple[QualifiedName, ...] = ()
     carried_buffers: tuple[QualifiedName, ...] = ()
     called_whole: tuple[QualifiedName, ...] = ()
+    drawing_outside: tuple[QualifiedName, ...] = ()
     arguments: tuple[PlainText, ...] = ()
     constants: dict[PlainText, Constant] = {}
     input_keys: dict[Identifier, PlainText] = {}

@@ -33,6 +33,7 @@ EXACT = {
     "randomness:shuffled": (DATA,),
     "randomness:spec_augment": (TENSOR, DATA),
     "randomness:numpy_blocks": (TENSOR, DATA),
+    "noisy:denoiser": (DATA, {"pp_degree": 2, "num_microbatches": 8}),
     "recurrent:lstm": (DATA,),
     "recurrent:cells": (DATA,),
     "recurrent:state_between_blocks": (TENSOR,),
@@ -123,6 +124,13 @@ def test_a_function_that_draws_with_numpy_is_called_by_the_plan() -> None:
     text = emit(even_plan(profiled("randomness:spec_augment"), pp_degree=2), profiled("randomness:spec_augment"))
     assert 'spans = self.draw_numbers(":spans", (batch, 4), fraction=0.5)' in text
     assert "spans.to(dtype=torch.bool, device=self.device, copy=True)" in text or "device=self.device" in text
+
+
+def test_only_modules_that_draw_are_seeded() -> None:
+    assert profiled("randomness:numpy_blocks").drawing_outside == tuple(f"blocks.{i}" for i in range(4))
+    whole = profiled("control:mixture")
+    assert whole.called_whole
+    assert not whole.drawing_outside
 
 
 def test_drawn_numbers_that_other_code_looks_at_are_refused_with_the_line() -> None:

@@ -134,8 +134,9 @@ def test_a_workload_of_dnn_partitioning(folder: Path) -> None:
     [
         ("hello", (), "is no file of a planner that is known"),
         ("{}", (), "is no file of a planner that is known"),
-        (PIPEDREAM.replace("=2.0", "=x"), (), "is no graph.txt of PipeDream"),
-        (PIPEDREAM + "\tnode9 -- node2\n\tnode4 -- node2\n", (), "the graph has a cycle"),
+        (PIPEDREAM.replace("=2.0", "=x"), (), "graph.txt:2: a value of node2 is no number"),
+        (PIPEDREAM + "\tnode4 -- node2\n", (), "the graph has a cycle"),
+        (PIPEDREAM + "\tnode9 -- node2\n", (), "names node9, which is no node of the file"),
         (json.dumps(PIPER | {"edges": [{"sourceId": 1}]}), (), "is no input of Piper"),
         (json.dumps(WORKLOAD | {"nodes": [{}]}), (), "is no workload of dnn-partitioning"),
         (PIPEDREAM, ("--rows", "0"), "--rows 0 is less than 1"),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from planner.arguments import BatchInt, Ref, leaves
+from planner.arguments import BatchInt, ParamRef, Ref, leaves
 from planner.cost.layers import REPLICATED, tie_conflict
 from planner.errors import EmitError
 from planner.graph import shared_storages, shared_updates
@@ -201,7 +201,10 @@ def _stage_code(
     if is_last:
         reads |= {leaf.name for leaf in leaves(profile.program.output) if isinstance(leaf, Ref)}
     modules = tuple(dict.fromkeys(node.target for node in nodes if node.kind == "module"))
-    parameters = tuple(dict.fromkeys(name for node in nodes for name in node.params()))
+    read = [name for node in nodes for name in node.params()]
+    if is_last:
+        read += [leaf.name for leaf in leaves(profile.program.output) if isinstance(leaf, ParamRef)]
+    parameters = tuple(dict.fromkeys(read))
     held = tuple(f"{module}." for module in modules)
     return StageCode(
         index=index,
@@ -213,7 +216,10 @@ def _stage_code(
         parameters=parameters,
         updated_buffers=tuple(name for name in profile.updated_buffers if name in parameters or name.startswith(held)),
         called_whole=tuple(name for name in profile.called_whole if name in modules or name.startswith(held)),
-        draws=tuple(dict.fromkeys(node.target for node in nodes if node.kind == "draw")),
+        draws=(
+            *dict.fromkeys(node.target for node in nodes if node.kind == "draw"),
+            *(name for name in profile.drawing_outside if name in modules or name.startswith(held)),
+        ),
         receives=receives,
         sends=sends,
         is_last=is_last,

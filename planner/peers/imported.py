@@ -72,7 +72,7 @@ class _Import:
         classes, class_of = self._classes()
         sizes = {node: round(graph.costs[node][1].parameter_bytes / _WIDTH) for node in self.order}
         count = sum(sizes.values())
-        name = self.path.parent.name if self.path.stem == "graph" else self.path.stem
+        name = self.path.resolve().parent.name if self.path.stem == "graph" else self.path.stem
         return ModelProfile(
             name=re.sub(r"[^\w.+-]", "_", name),
             provenance=Provenance(

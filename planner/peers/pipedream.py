@@ -67,7 +67,13 @@ def _parse(lines: Sequence[str], path: Path) -> PipeDreamGraph:
             continue
         if len(parts) < 3:
             raise UsageError(f"{path}:{number}: {line[:60]!r} is neither a node nor an edge", hint="give a graph.txt")
-        found = {key: _number(text) for key, text in _NUMBERS.findall(parts[2])}
+        try:
+            found = {key: _number(text) for key, text in _NUMBERS.findall(parts[2])}
+        except ValueError:
+            raise UsageError(
+                f"{path}:{number}: a value of {parts[0]} is no number: {parts[2][:80]!r}",
+                hint="write numbers, or a list of them like [1.0; 2.0]",
+            ) from None
         nodes[parts[0]] = PipeDreamNode(
             key=parts[0],
             name=parts[1],
@@ -76,6 +82,12 @@ def _parse(lines: Sequence[str], path: Path) -> PipeDreamGraph:
             activation_bytes=found["activation_size"],
             parameter_bytes=found["parameter_size"],
         )
+    for edge in edges:
+        if missing := next((key for key in edge if key not in nodes), None):
+            raise UsageError(
+                f"{path}: the edge {edge[0]} -- {edge[1]} names {missing}, which is no node of the file",
+                hint="give the whole file: it may have been cut off",
+            )
     sources = set(nodes) - {target for _, target in edges}
     sinks = set(nodes) - {source for source, _ in edges}
     removed = {key for key in sources if nodes[key].name.startswith("Input")}

@@ -58,3 +58,13 @@ def called_whole(calls: Iterable[Call]) -> dict[str, str]:
             found[call.target] = call.opaque
         found |= called_whole(call.body)
     return found
+
+
+def drawing_outside(calls: Iterable[Call]) -> list[str]:
+    """Return those of the modules called whole that draw with Python's or numpy's generators."""
+    found: dict[str, None] = {}
+    for call in calls:
+        if call.draws_outside:
+            found[call.target] = None
+        found |= dict.fromkeys(drawing_outside(call.body))
+    return list(found)

@@ -242,12 +242,17 @@ def divide(program: Program, model: nn.Module, derived: frozenset[str]) -> list[
 
 
 def make_layers(program: Program, segments: list[Segment], classes: list[str], model: nn.Module) -> list[Layer]:
-    """Return the layers with their classes and parameters (buffers included)."""
+    """Return the layers with their classes and parameters (buffers included).
+
+    The last layer also reads what the model returns as it is.
+    """
     layers = []
+    returned = [leaf.name for leaf in leaves(program.output) if isinstance(leaf, ParamRef)]
     for segment, layer_class in zip(segments, classes, strict=True):
         names: dict[str, None] = {}
         for node in program.nodes[segment.start : segment.stop]:
             names.update(dict.fromkeys(node_parameters(node, model)))
+        names.update(dict.fromkeys(returned if segment is segments[-1] else ()))
         layers.append(
             Layer(
                 name=segment.name,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.arguments import ParamRef, leaves
 from planner.cluster import read_gpu
 from planner.errors import CaptureError, UsageError
 from planner.model_file import ModelFile, load_model_file, split_arguments
@@ -23,7 +24,7 @@ from planner.profiler.class_keys import ClassKeys
 from planner.profiler.classes import OpenedClass, layer_body, open_class, shardings_of
 from planner.profiler.degrees import allowed_by_others, check_degrees, forbidden_at, undivided_at
 from planner.profiler.fake import model_dtype
-from planner.profiler.hidden import called_whole
+from planner.profiler.hidden import called_whole, drawing_outside
 from planner.profiler.in_place import check_in_place
 from planner.profiler.inputs import argument_names, input_constants
 from planner.profiler.layers import (
@@ -149,6 +150,7 @@ def profile_model(
         updated_buffers=captured.updated_buffers,
         carried_buffers=carried,
         called_whole=tuple(whole),
+        drawing_outside=tuple(drawing_outside(captured.calls)),
         input_keys={variable: name for name, variable in input_names.items() if variable != name},
         target_dims=tuple(captured.tensors[str(number)].batch_dim for number in captured.targets.values()),
         input_only_values=tuple(sorted(derived - set(program.inputs))),
@@ -270,10 +272,14 @@ def _divisions(
 
 
 def _parameters_read_beside(program: Program, segment: Segment) -> set[str]:
-    """Return the module's parameters that the layer's glue reads by itself (relative names): they must stay whole."""
+    """Return the module's parameters that the layer's glue reads by itself, or that the model returns: relative names.
+
+    They must stay whole.
+    """
     prefix = f"{segment.module}."
-    nodes = program.nodes[segment.start : segment.stop]
-    return {name.removeprefix(prefix) for node in nodes for name in node.params() if name.startswith(prefix)}
+    read = [name for node in program.nodes[segment.start : segment.stop] for name in node.params()]
+    read += [leaf.name for leaf in leaves(program.output) if isinstance(leaf, ParamRef)]
+    return {name.removeprefix(prefix) for name in read if name.startswith(prefix)}
 
 
 def _looks_at_values(item: ProfiledClass, program: Program, whole: Mapping[str, str]) -> bool:

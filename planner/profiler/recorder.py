@@ -259,7 +259,7 @@ class _Recorder(Checks, TorchFunctionMode):
             self.in_leaf = True
             try:
                 result = self.whole.run(call.target, module, args, kwargs)
-                self.python_random.drew()
+                call.draws_outside = self.python_random.drew()
                 return result
             except CannotRunError as refusal:
                 if not isinstance(error, CaptureError) and reason.hint == FAKE_HINT:

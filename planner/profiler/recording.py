@@ -22,11 +22,11 @@ _OPENED: tuple[type[nn.Module], ...] = (
 class Call:
     """One recorded call; `scope` is the module in whose forward it stands.
 
-    `body` are the calls inside a module, also those of a leaf that is not torch's own: a leaf is never opened, but what
-    it does to a divided value is read from its body. `escapes`: later calls read values of the body that are not in the
-    result, so it has to be opened. `written` are the arguments that a module changed in place. `opaque` tells why no
-    program can hold the call. `random`: it draws random numbers. `skipped_with` is the
-    probability with which it is left out.
+    `body` are the calls inside a module, also those of a leaf that is not torch's own: a leaf is never opened, but
+    what it does to a divided value is read from its body. `escapes`: later calls read values of the body that are
+    not in the result, so it has to be opened. `written` are the arguments that a module changed in place. `opaque`
+    tells why no program can hold the call. `random`: it draws random numbers, `draws_outside`: with Python's or
+    numpy's generators. `skipped_with` is the probability with which it is left out.
     """
 
     kind: NodeKind
@@ -43,6 +43,7 @@ class Call:
     escapes: bool = False
     opaque: str = ""
     random: bool = False
+    draws_outside: bool = False
     skipped_with: float = 0.0
     body: list["Call"] = field(default_factory=list)
     name: str = ""  # what to call its result, where that says more than the target

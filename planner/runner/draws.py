@@ -70,15 +70,14 @@ def _fill(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def draws_like(plan: ModuleType, model: nn.Module) -> AbstractContextManager[None]:
     """Let the model draw with Python's and numpy's generators as a plan does: seeded anew for each call.
 
-    What the plan calls whole is changed for good, functions of the model's code inside the context.
+    Modules are changed for good, functions of the model's code inside the context.
     """
-    stages = getattr(plan, "STAGES", ())
-    for name in {name for stage in stages for name in getattr(stage, "called_whole", ())}:
-        plan._seed_calls(model.get_submodule(name))
     changes = []
-    for draw in {name for stage in stages for name in getattr(stage, "draws", ())}:
+    for draw in {name for stage in getattr(plan, "STAGES", ()) for name in getattr(stage, "draws", ())}:
         owner, _, name = draw.partition(":")
-        if (found := own_function(model.get_submodule(owner), name)) is not None:
+        if not name:
+            plan._seed_calls(model.get_submodule(draw))
+        elif (found := own_function(model.get_submodule(owner), name)) is not None:
             changes.append((found[0], name, _seeded(plan, found[1])))
     return replaced(changes)
 

@@ -104,6 +104,7 @@ def run_reference(context: RankContext, job: ExactJob) -> Reference:
             stack.enter_context(MatchedDraws())  # type: ignore[no-untyped-call]
             check_repeatable(model, model_file, batches[0], job.microbatch_size)
             told = replace(told, coupled=(*told.coupled, "random numbers, which are others for other numbers of rows"))
+            batches = _batches(model, model_file, job, told, not_proved)  # in which every microbatch counts the same
         carried = _carried_buffers(model, model_file, batches[0], job.microbatch_size)
 
         def loss_of(batch: Batch, rows: int) -> Tensor:

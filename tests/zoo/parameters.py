@@ -284,6 +284,22 @@ def build_alternate() -> nn.Module:
     return Frozen("alternate")
 
 
+class Returned(nn.Module):
+    """Returns a parameter and a buffer of its own, and a weight that the first layer has: only the loss reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixer() for _ in range(4))
+        self.log_sigma = nn.Parameter(torch.zeros(3))
+        self.register_buffer("prior", torch.linspace(0.5, 1.5, 3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        weight = next(p for p in self.layers[0].parameters() if p.dim() > 1)
+        return {"x": x, "log_sigma": self.log_sigma, "prior": self.prior, "weight": weight}
+
+
 def build_norms_only() -> nn.Module:
     return Frozen("norms_only")
 
@@ -312,6 +328,7 @@ NAMES = (
     "one_in_the_middle",
     "adapted",
     "half_tied",
+    "returned",
 )
 inputs_first_half = inputs_last_half = inputs_alternate = inputs_norms_only = inputs_one_in_the_middle = _ids
 build_four_tied, inputs_four_tied = FourTied, _ids
@@ -324,3 +341,4 @@ build_numbers, inputs_numbers = Numbers, _floats
 build_unread, inputs_unread = Unread, _floats
 build_adapted, inputs_adapted = Adapted, _ids
 build_half_tied, inputs_half_tied = HalfTied, _ids
+build_returned, inputs_returned = Returned, _floats

@@ -90,10 +90,10 @@ class PlanStage(nn.Module):
     """A part of the model: the submodules `module_names`, and the tensors `parameter_names` that its own forward reads.
 
     Its forward takes the model's inputs `inputs` and the values it `receives` by name, and returns the tuple of values
-    it `sends`, the last stage the model's output. `updated_buffers` change in every forward. The modules `called_whole`
-    look at values: which of their parameters get a gradient depends on the data. `draws` are functions of the model's
-    code that draw with Python's or numpy's generators. `units` are repeated layers whose parameters are gathered
-    together.
+    it `sends`, the last stage the model's output. `updated_buffers` change in every forward. The modules
+    `called_whole` look at values: which of their parameters get a gradient depends on the data. `draws` are
+    functions of the model's code ("module:function") and modules that draw with Python's or numpy's generators.
+    `units` are repeated layers whose parameters are gathered together.
 
     What a loss divides by is counted over the whole step: `count_microbatch` takes the inputs `count_inputs` and the
     target, and returns the `step_counts`, each with how it adds up, "sum" or "mean". Forward gets those in
@@ -133,9 +133,10 @@ class PlanStage(nn.Module):
             else:
                 persistent = attribute not in owner._non_persistent_buffers_set
                 parent.register_buffer(attribute, owner._buffers[attribute], persistent=persistent)
-        self._drawing = {name: _drawing_function(model, name) for name in self.draws}
-        for name in self.called_whole:
-            _seed_calls(self.get_submodule(name))
+        self._drawing = {name: _drawing_function(model, name) for name in self.draws if ":" in name}
+        for name in self.draws:
+            if ":" not in name:
+                _seed_calls(self.get_submodule(name))
         _note_updated(self, self.updated_buffers)
         if self.updated_buffers:
             self.register_forward_pre_hook(lambda stage, args: _renew_buffers(stage) and None)
