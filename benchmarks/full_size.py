@@ -69,7 +69,7 @@ def layers_left_out(profile: dict[str, Any], missing: float) -> list[float]:
 
     The layers that may be left out cost the same here: a whole number of them is missing, or none.
     """
-    if not any("left out at random" in note for note in profile["notes"]) or missing <= 0:
+    if not any("left out at random" in note for note in profile.get("notes", ())) or missing <= 0:
         return []
     costs = {item["name"]: item["costs"][0] for item in profile["layer_classes"]}
     common, _ = Counter(layer["layer_class"] for layer in profile["layers"]).most_common(1)[0]
