@@ -30,6 +30,7 @@ def _number(value: Any) -> Any:
 # No count of a model or cluster is larger, and sums and products of such numbers stay finite.
 MAX_COUNT = 2**63
 MAX_TIME_S = 1e9
+MAX_MISSING = 8  # missing keys of a file that are told by name
 
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True)]
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT, strict=True)]
@@ -108,7 +109,11 @@ def validate(record: type[RecordT], data: Any, *, source: str) -> RecordT:
             hint = f"did you mean {near[0]!r}?" if near else f"valid keys here: {', '.join(valid)}"
             raise FileFormatError(f"{source}: unknown key {location!r}", hint=hint) from None
         if first["type"] == "missing":
-            raise FileFormatError(f"{source}: {location!r} is missing", hint=f"add {location!r} to the file") from None
+            names = [".".join(map(str, problem["loc"])) for problem in problems if problem["type"] == "missing"]
+            more = f" and {len(names) - MAX_MISSING} more" if len(names) > MAX_MISSING else ""
+            listed = f"{', '.join(map(repr, names[:MAX_MISSING]))}{more}"
+            are, what = ("are", "them") if len(names) > 1 else ("is", listed)
+            raise FileFormatError(f"{source}: {listed} {are} missing", hint=f"add {what} to the file") from None
         message = first["msg"].removeprefix("Value error, ")
         shown = "" if isinstance(first["input"], Mapping | list | tuple) else f", found {_short(first['input'])}"
         where = f"{location!r}: " if location else ""

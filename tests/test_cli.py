@@ -359,6 +359,9 @@ def test_bad_clusters(run: Run, folder: Path) -> None:
     solve(good.replace("a100-sxm-80gb", "a100")).assert_one_error(2, "no gpu is named 'a100'", "a100-sxm-40gb")
     run("solve", "--gpus", "4", "--cluster", "none.toml").assert_one_error(2, "none.toml", "does not exist")
     run("solve", "--gpus", "4", "--cluster", "h100").assert_one_error(2, "no cluster is named 'h100'", "h100-sxm")
+    missing = "'node_groups.0.gpu', 'inter_node', 'memory_reserve' are missing"
+    text = "\n".join(line for line in good.splitlines() if "inter_node" not in line and "reserve" not in line)
+    solve(text.replace(', gpu = "a100-sxm-80gb"', "")).assert_one_error(1, f"mine.toml: {missing}", "add them")
     assert not Path("plan.py").exists()
 
 
@@ -605,7 +608,7 @@ def test_explain_reads_a_plan_as_data(run: Run, profiled: Path) -> None:
     told = json.loads(done.out)
     assert (told["pp_degree"], told["status"], len(told["stages"])) == (2, "optimal", 2)
     path.write_text("PLAN = {'stages': []}\n")
-    run("explain", "plan.py").assert_one_error(1, "plan.py", "is missing")
+    run("explain", "plan.py").assert_one_error(1, "plan.py", "'global_batch_size', 'num_microbatches'", "are missing")
     path.write_text("PLAN = {'a': open('x')}\n")
     run("explain", "plan.py").assert_one_error(1, "plan.py", "not a literal")
     path.write_text("x = 1\n")

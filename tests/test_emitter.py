@@ -54,7 +54,7 @@ def test_the_same_plan_gives_the_same_bytes_and_reads_back(profile: ModelProfile
 
 def test_the_plan_is_read_without_being_run(folder: Path) -> None:
     Path("plan.py").write_text("raise SystemExit('it was run')\nPLAN = {'plan_version': 1}\n")
-    with pytest.raises(FileFormatError, match="is missing"):
+    with pytest.raises(FileFormatError, match="are missing"):
         read_plan(Path("plan.py"))
 
 

@@ -138,3 +138,19 @@ def test_a_profile_is_shown_by_runs_of_equal_layers() -> None:
     assert "2 KiB" in text
     tied = random_profile(1, num_layers=6, num_classes=1)
     assert ("tied: " in shown(profile_table(tied))) == bool(tied.tied)
+
+
+def test_one_stage_is_not_compared_with_itself() -> None:
+    solution = solved(equal_profile(2, activation=1000, params=100), make_cluster(1), 1)
+    assert solution.plan is not None
+    text = shown(*explain(solution.plan))
+    assert "takes 6 s per microbatch." in text
+    assert "average stage" not in text
+
+
+def test_without_flops_there_is_no_mfu() -> None:
+    plan = solved(equal_profile(2, forward_flops=0.0), make_cluster(1), 1).plan
+    assert plan is not None
+    assert plan.prediction is not None
+    assert plan.prediction.mfu_fraction is None
+    assert "MFU -," in shown(plan_table(plan))

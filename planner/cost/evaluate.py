@@ -136,12 +136,12 @@ class Pricer:
         return tuple(sorted(all_events(self._price(plan)), key=lambda event: (event.stage, event.start_s)))
 
     def _mfu(self, plan: Plan, step_s: float) -> float | None:
-        """Return model FLOPs (three forwards of useful work, no recomputation) over what the GPUs could do."""
+        """Return model FLOPs (three forwards of useful work, no recomputation) over what the GPUs could do; or None."""
         gpus = [self.cluster.gpu_at(rank) for stage in plan.stages for rank in stage.gpus]
         peaks = [gpu.peak_flops.get(COMPUTE_DTYPE[plan.precision]) for gpu in gpus]
         known = [peak for peak in peaks if peak]
-        if len(known) < len(peaks) or not step_s:
-            return None
+        if len(known) < len(peaks) or not step_s or not self.profile.forward_flops_per_row:
+            return None  # a profile without FLOPs, as imported ones are, says nothing of them
         return 3.0 * self.profile.forward_flops_per_row * plan.global_batch_size / (step_s * sum(known))
 
     def _price(self, plan: Plan) -> PricedStages:

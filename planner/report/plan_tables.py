@@ -24,8 +24,7 @@ def headline(plan: Plan) -> str:
     speed = [f"step {format_seconds(prediction.step_time_s)}", f"{prediction.samples_per_s:.3g} samples/s"]
     if prediction.tokens_per_s:
         speed.append(f"{format_count(prediction.tokens_per_s)} tokens/s")
-    if prediction.mfu_fraction is not None:
-        speed.append(f"MFU {percent(prediction.mfu_fraction)}")
+    speed.append(f"MFU {'-' if prediction.mfu_fraction is None else percent(prediction.mfu_fraction)}")
     speed.append(proof(plan))
     return f"{', '.join(speed)}\n{_decisions(plan)}"
 
@@ -146,9 +145,10 @@ def findings(plan: Plan) -> list[str]:
     owners = sorted(OWNERS, key=lambda name: -getattr(stages[full].memory, name))[:3]
     exposed_s = prediction.exposed_comm_time_s
     most = [f"{name.removesuffix('_bytes')} {format_bytes(getattr(stages[full].memory, name))}" for name in owners]
+    beside = f", {percent(over)} more than the average stage" if len(stages) > 1 else ""
     bottleneck = (
         f"Bottleneck: stage {slow} ({layer_ranges(plan.stages[slow].layers)}) takes "
-        f"{format_seconds(stages[slow].time_s)} per microbatch, {percent(over)} more than the average stage."
+        f"{format_seconds(stages[slow].time_s)} per microbatch{beside}."
     )
     exposed = (
         f"Exposed communication: {format_seconds(exposed_s)} of {format_seconds(step_s)} "
