@@ -208,6 +208,7 @@ def test_python_dash_m(folder: Path) -> None:
         (["solve", "--gpus", "4", "--global-batch-size", "0"], ["--global-batch-size 0 is less than 1"]),
         (["solve", "--gpus", "4", "--pin", "tp_degree"], ["--pin 'tp_degree'", "KEY=VALUE"]),
         (["solve", "--gpus", "4", "--exclude", "=2"], ["--exclude '=2'", "KEY=VALUE"]),
+        (["solve", "--gpus", "4", "--limit", "pp_degree"], ["--limit 'pp_degree'", "--limit pp_degree=2..8"]),
         (["solve", "--gpus", "4", "--time-limit", "soon"], ["--time-limit", "90s"]),
         (["solve", "--gpus", "4", "--time-limit", "0"], ["--time-limit", "longer than 0 s"]),
         (["solve", "--gpus", "4", "--optimizer", "lion"], ["--optimizer", "adamw"]),
@@ -404,12 +405,16 @@ def test_processes_share_this_machine() -> None:
     assert shared_cores(default_cluster(1000, "h100-sxm")) is None
 
 
+TWO_NODES = "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "line"),
     [
         (4, "torchrun --nproc-per-node 4 train.py"),
         (8, "torchrun --nproc-per-node 8 train.py"),
-        (16, "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 8 train.py"),
+        (16, f"{TWO_NODES} --nproc-per-node 8 train.py"),
+        (12, f"{TWO_NODES} --nproc-per-node 8 train.py  # --nproc-per-node 4 on node 1"),
     ],
 )
 def test_how_to_start_training(num_gpus: int, line: str) -> None:

@@ -45,12 +45,12 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def parse_pairs(texts: list[str], option: str) -> tuple[tuple[str, str], ...]:
+def parse_pairs(texts: list[str], option: str, example: str = "tp_degree=2") -> tuple[tuple[str, str], ...]:
     """Return 'KEY=VALUE' texts as pairs in the order given; what the keys mean is the solver's to check."""
     pairs = []
     for text in texts:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not (key and equals and value):
-            raise UsageError(f"{option} {text!r} is not KEY=VALUE", hint=f"write it like {option} tp_degree=2")
+            raise UsageError(f"{option} {text!r} is not KEY=VALUE", hint=f"write it like {option} {example}")
         pairs.append((key, value))
     return tuple(pairs)

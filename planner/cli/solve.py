@@ -1,5 +1,6 @@
 """`planner solve --gpus N`: the best plan, to plan.py."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,10 +45,18 @@ def solve(
         Precision | None, typer.Option(help="How to compute (bf16-mixed for a bfloat16 profile, else fp32).")
     ] = None,
     pin: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Fix a part of the plan: tp_degree=2. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Fix a part of the plan: tp_degree=2, together=encoder.*. Repeatable."),
     ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Rule out: schedule=gpipe. Repeatable.")
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=RANGE",
+            help="Bound a count, memory or recomputation: pp_degree=2..8, memory=70GiB, recompute=25%. Repeatable.",
+        ),
     ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=0, help="How many runner-ups to show.")] = 3,
     time_limit: Annotated[
@@ -69,9 +78,10 @@ def solve(
     from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, check_size
 
     pins, exclusions = parse_pairs(pin or [], "--pin"), parse_pairs(exclude or [], "--exclude")
-    limit = parse_duration(time_limit, "--time-limit")
-    if limit is None and gpus > MANY_GPUS:
-        limit = MANY_GPUS_LIMIT_S
+    limits = parse_pairs(limit or [], "--limit", "pp_degree=2..8")
+    time_limit_s = parse_duration(time_limit, "--time-limit")
+    if time_limit_s is None and gpus > MANY_GPUS:
+        time_limit_s = MANY_GPUS_LIMIT_S
     batch = global_batch_size or SAMPLES_PER_GPU * gpus
     check_size("--gpus", gpus, MAX_NUM_GPUS)
     check_size("--global-batch-size", batch, MAX_GLOBAL_BATCH_SIZE)
@@ -96,8 +106,9 @@ def solve(
         precision=precision,
         pins=pins,
         exclusions=exclusions,
+        limits=limits,
         top=top,
-        time_limit_s=limit,
+        time_limit_s=time_limit_s,
         theoretical=theoretical,
     )
     with progress_bar("solve") as progress:
@@ -109,7 +120,7 @@ def solve(
             write_json(solution_json(solution))
         say(f"error: no plan: {solution.conflict}")
         for repair in solution.repairs or (
-            "lift a --pin or --exclude, or change --gpus, --global-batch-size, --cluster",
+            "lift a --pin, --exclude or --limit, or change --gpus, --global-batch-size, --cluster",
         ):
             say(f"hint: {repair}")
         raise typer.Exit(NO_PLAN)
@@ -157,7 +168,14 @@ def _origin(file: ProfileFile, cluster: "Cluster") -> "Origin":
 
 def torchrun_line(plan: "Plan", cluster: "Cluster") -> str:
     """Return the command that starts training by this plan: on every node, where there are several."""
-    per_node = min(plan.num_gpus, cluster.gpus_per_node)
-    num_nodes = -(-plan.num_gpus // per_node)
-    nodes = f" --nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if num_nodes > 1 else ""
-    return f"torchrun{nodes} --nproc-per-node {per_node} train.py"
+    from planner.report.text import rank_ranges
+
+    counts = list(Counter(cluster.node_at(rank) for rank in range(plan.num_gpus)).values())
+    nodes = f" --nnodes {len(counts)} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if len(counts) > 1 else ""
+    others = [
+        f"--nproc-per-node {count} on node {rank_ranges([node for node, found in enumerate(counts) if found == count])}"
+        for count in dict.fromkeys(counts)
+        if count != counts[0]
+    ]
+    uneven = f"  # {', '.join(others)}" if others else ""
+    return f"torchrun{nodes} --nproc-per-node {counts[0]} train.py{uneven}"

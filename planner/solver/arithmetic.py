@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+from planner.solver.request import described
 from planner.solver.solution import Conflict
 from planner.solver.space import Space, divisors
 from planner.units import counted
+
+SHOWN_COUNTS = 8
 
 
 def arithmetic_conflict(space: Space) -> Conflict:
@@ -14,6 +17,19 @@ def arithmetic_conflict(space: Space) -> Conflict:
 
 def _listed(numbers: "list[int] | set[int]") -> str:
     return ", ".join(map(str, sorted(numbers)))
+
+
+def _under(space: Space, *keys: str) -> str:
+    """Return the constraints on some decisions, or on all, as a part of a sentence; nothing where there are none."""
+    found = [described(one) for one in space.request.constraints if not keys or one[1] in keys]
+    return f", under {', '.join(found)}" if found else ""
+
+
+def _gpus(space: Space) -> str:
+    """Return which numbers of GPUs a plan may use."""
+    counts = space.gpu_counts
+    shown = _listed(counts) if len(counts) <= SHOWN_COUNTS else f"{min(counts)} to {max(counts)}"
+    return f"{shown} GPUs"
 
 
 def _filling(space: Space, key: str, pp: int | None) -> str:
@@ -33,6 +49,11 @@ def _pinned_conflict(space: Space) -> Conflict | None:
     num_layers, per_node, batch = len(profile.layers), space.pricer.cluster.gpus_per_node, request.global_batch_size
     pinned = {key: next(iter(values)) for key, values in pins.values.items()}
     tp, pp = pinned.get("tp_degree"), pinned.get("pp_degree")
+    if not space.gpu_counts:
+        return Conflict(
+            constraint="gpus",
+            message=f"no number of GPUs from 1 to {request.num_gpus} is left{_under(space, 'num_gpus')}",
+        )
     allowed = [degree for degree in space.tp_degrees if space.forbidden(degree) is None]
     if tp is not None and (found := space.forbidden(tp)):
         return Conflict(
@@ -75,10 +96,10 @@ def _pinned_conflict(space: Space) -> Conflict | None:
             )
     product = (pp or 1) * (tp or 1) * pinned.get("dp_degree", 1)
     everything = all(key in pinned for key in ("pp_degree", "tp_degree", "dp_degree"))
-    if request.num_gpus % product or (everything and product != request.num_gpus):
+    if all(count % product or (everything and product != count) for count in space.gpu_counts):
         factors = " x ".join(key for key in ("pp_degree", "tp_degree", "dp_degree") if key in pinned)
         return Conflict(
-            constraint="gpus", message=f"{factors} is pinned to {product}, which does not make {request.num_gpus} GPUs"
+            constraint="gpus", message=f"{factors} is pinned to {product}, which does not make {_gpus(space)}"
         )
     for key in ("num_microbatches", "microbatch_size", "dp_degree"):
         if key in pinned and batch % pinned[key]:
@@ -113,16 +134,16 @@ def _combined_conflict(space: Space) -> Conflict:
         return Conflict(
             constraint="buffers",
             message=(
-                f"no pp_degree x tp_degree makes {request.num_gpus} GPUs with at most {num_layers} stages, tp_degree "
-                f"one of {_listed(allowed)}, pins and exclusions; dp_degree is 1: {_going_on(space.carried)}"
+                f"no pp_degree x tp_degree makes {_gpus(space)} with at most {num_layers} stages, tp_degree "
+                f"one of {_listed(allowed)}{_under(space)}; dp_degree is 1: {_going_on(space.carried)}"
             ),
         )
     if not degrees:
         return Conflict(
             constraint="gpus",
             message=(
-                f"no pp_degree x tp_degree x dp_degree makes {request.num_gpus} GPUs with at most {num_layers} "
-                f"stages ({num_layers} layers), tp_degree one of {_listed(allowed)}, pins and exclusions"
+                f"no pp_degree x tp_degree x dp_degree makes {_gpus(space)} with at most {num_layers} "
+                f"stages ({num_layers} layers), tp_degree one of {_listed(allowed)}{_under(space)}"
             ),
         )
     fitting = [(pp, dp) for pp, _, dp in degrees if batch % dp == 0]
@@ -130,8 +151,8 @@ def _combined_conflict(space: Space) -> Conflict:
         return Conflict(
             constraint="batch",
             message=(
-                f"global_batch_size {batch} is not divisible by any dp_degree that makes {request.num_gpus} GPUs: "
-                f"{_listed({dp for _, _, dp in degrees})}"
+                f"global_batch_size {batch} is not divisible by any dp_degree that makes {_gpus(space)}: "
+                f"{_listed({dp for _, _, dp in degrees})}{_under(space)}"
             ),
         )
     whole = [tp for _, tp, dp in degrees if batch % dp == 0 and not _divisions(space, tp)]
@@ -157,21 +178,24 @@ def _combined_conflict(space: Space) -> Conflict:
             constraint="least-rows",
             message=(
                 f"a layer needs {least} rows in a microbatch (see the profile's notes), and global_batch_size {batch} "
-                f"with dp_degree {_listed({dp for _, dp in fitting})}, pins and exclusions leaves at most {most}"
+                f"with dp_degree {_listed({dp for _, dp in fitting})} leaves at most {most}{_under(space)}"
             ),
         )
     if counts and space.admits("schedule", "1f1b"):
         pp, m = max(counts, key=lambda pair: pair[1] - pair[0])
         return Conflict(
             constraint="warm-up",
-            message=f"1f1b needs as many microbatches as stages; pp_degree {pp} leaves at most {m} microbatches",
+            message=(
+                f"1f1b needs as many microbatches as stages; pp_degree {pp} leaves at most {m} microbatches"
+                f"{_under(space)}"
+            ),
         )
     if counts:
-        return Conflict(constraint="pins", message="no schedule and data_parallel mode is left by pins and exclusions")
+        return Conflict(constraint="pins", message=f"no schedule and data_parallel mode is left{_under(space)}")
     return Conflict(
         constraint="batch",
         message=(
             f"no microbatch_size x num_microbatches x dp_degree makes global_batch_size {batch} with dp_degree "
-            f"{_listed({dp for _, dp in fitting})}, pins and exclusions"
+            f"{_listed({dp for _, dp in fitting})}{_under(space)}"
         ),
     )

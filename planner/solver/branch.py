@@ -31,9 +31,10 @@ class OutOfTimeError(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """Ends the search: after `deadline` (time.monotonic), or never."""
+    """Ends the search: after `deadline` (time.monotonic), after `max_nodes`, or never."""
 
     deadline: float | None = None
+    max_nodes: int | None = None
     num_nodes: int = 0
 
     def spend(self) -> None:
@@ -43,6 +44,8 @@ class Budget:
 
     def check(self) -> None:
         """OutOfTimeError where the time is up."""
+        if self.max_nodes is not None and self.num_nodes > self.max_nodes:
+            raise OutOfTimeError
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTimeError
 

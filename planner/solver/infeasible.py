@@ -12,7 +12,7 @@ from planner.solver.arithmetic import arithmetic_conflict
 from planner.solver.branch import Span
 from planner.solver.problem import Problem, Setting
 from planner.solver.problems import Problems
-from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, SolveRequest
+from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, SolveRequest, described
 from planner.solver.settings import with_shardings
 from planner.solver.solution import Conflict, Repair
 from planner.solver.space import Space, divisors
@@ -57,7 +57,7 @@ def find_conflict(space: Space, problems: Problems) -> Conflict:
                 ),
                 layers=tuple(layers),
             )
-        pins = ", ".join(f"{key}={value}" for key, value in (*space.request.pins, *space.request.exclusions))
+        pins = ", ".join(map(described, space.request.constraints))
         return Conflict(constraint="pins", message=f"no stages of consecutive layers satisfy {pins} together")
     peak, setting, spans = least
     problem = problems.of(setting)

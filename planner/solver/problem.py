@@ -27,6 +27,8 @@ from planner.solver.recompute import Choice
 from planner.solver.tables import Bools, Floats, Ints, LayerTable, StateTable
 from planner.solver.waves import Suffixes
 
+SAME = 1e-9  # relative: a share that differs by less is the same
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
@@ -94,7 +96,9 @@ class Problem:
         shared: Sequence[tuple[SharedStorage, int]],
         rules: StateRules,
         fastest_bytes_per_s: float,
+        recompute_fraction: float = float("inf"),
     ) -> None:
+        self._recompute_fraction = recompute_fraction
         self.setting, self.positions, self.routes = setting, positions, routes
         self.num_layers = len(positions[0].layers.layers)
         stages, count = setting.pp_degree, self.num_layers
@@ -160,8 +164,14 @@ class Problem:
             extra = np.where(need > 0, need / (w * table.best_ratio), 0.0)
         forced = table.forced_sum[None, :] - table.forced_sum[:, None]
         extra = forced if table.any_forced else np.nan_to_num(extra, nan=np.inf, posinf=np.inf)
-        fits = w * table.kept_least + table.transient <= room
+        fits = (w * table.kept_least + table.transient <= room) & (extra <= self._most_extra(table))
         return np.where(fits & position.allowed, extra, np.inf)
+
+    def _most_extra(self, table: LayerTable) -> Floats:
+        """Return seconds of recomputation that every [a, b) may have at most: a share of its forward."""
+        forward = table.forward_sum[None, :] - table.forward_sum[:, None]
+        share = self._recompute_fraction * (1 + SAME)
+        return np.full_like(forward, np.inf) if share == float("inf") else np.asarray(share * forward)
 
     def recompute(self, s: int, a: int, b: int) -> Choice | None:
         """Return the recomputed layers of stage [a, b) at position s; None where no choice fits."""
@@ -171,7 +181,8 @@ class Problem:
         if not table.any_forced and position.in_flight * kept + transient <= room:
             return Choice((), 0.0, position.in_flight * kept + transient)
         received = int(table.crossing.received[a, b])
-        return table.choices.fastest(a, b, received, position.in_flight, room)
+        choice = table.choices.fastest(a, b, received, position.in_flight, room)
+        return None if choice is None or choice.seconds > self._most_extra(table)[a, b] else choice
 
     def station(self, s: int) -> Floats:
         """Return bound (1) for every stage [a, b) at position s; inf where it can't stand there."""

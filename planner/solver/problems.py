@@ -76,6 +76,7 @@ class Problems:
             [(shared, repeat[2]) for shared, repeat in zip(pricer.shared, pricer.repeats(tp, shardings), strict=True)],
             rules,
             max(cluster.intra_node.bandwidth, cluster.inter_node.bandwidth),
+            self.space.limits.recompute_fraction,
         )
 
     def _allowed(self, pp: int) -> list[Bools]:
@@ -88,7 +89,9 @@ class Problems:
             if pins.cuts is not None:
                 cut_ok[1:count] = False
                 cut_ok[list(pins.cuts)] = True
-            cut_ok[list(exclusions.cuts or ())] = False
+            cut_ok[[cut for cut in exclusions.cuts or () if cut]] = False
+            for first, last in pins.together:
+                cut_ok[first + 1 : last + 1] = False
             cut_ok[list(shared_updates(self.space.pricer.profile))] = False
             masks = []
             for s in range(pp):
@@ -101,6 +104,8 @@ class Problems:
                 for layer, stage in exclusions.stages:
                     if stage == s:
                         mask &= ~((a <= layer) & (layer < b))
+                for first, last in exclusions.together:
+                    mask &= (first < a) | (b <= last)
                 masks.append(mask)
             self._masks[pp] = masks
         return self._masks[pp]

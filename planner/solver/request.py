@@ -1,20 +1,22 @@
 """What is asked of the solver: the step to plan for, and the decisions people have taken already (pins, exclusions)."""
 
 import difflib
+import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
 from planner.plan import DATA_PARALLEL_MODES, SCHEDULES, Optimizer, Precision
 
-COUNTS = ("pp_degree", "tp_degree", "dp_degree", "microbatch_size", "num_microbatches")
+COUNTS = ("pp_degree", "tp_degree", "dp_degree", "microbatch_size", "num_microbatches", "num_gpus")
 WORDS: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "data_parallel": DATA_PARALLEL_MODES}
 MAX_NUM_GPUS = 1_000_000
 MAX_GLOBAL_BATCH_SIZE = 1_000_000_000
 MAX_DIGITS = 18  # of a count: no pin is larger, and Python converts no text of thousands of digits
-KEYS = (*COUNTS, *WORDS, "recompute", "cuts", "stage:LAYER")
+KEYS = (*COUNTS, *WORDS, "recompute", "cuts", "together", "stage:LAYER")
+WILD = "*?["
 
 Pair = tuple[str, str]
 
@@ -23,11 +25,13 @@ Pair = tuple[str, str]
 class SolveRequest:
     """The problem: GPUs, the optimizer step, and constraints as (key, value) texts.
 
-    Keys: pp_degree, tp_degree, dp_degree, microbatch_size, num_microbatches, schedule, data_parallel,
-    recompute ('none', 'all' that can be, or layers separated by commas), cuts (the first layers of all stages but the
-    first), stage:LAYER (the index of the stage that holds the layer). An exclusion rules its value out; `recompute` and
-    `cuts` then rule out every layer named. `theoretical` lifts tp_degree <= GPUs per node and what buffers that
-    forward updates and reads rule out of dp_degree.
+    Keys: pp_degree, tp_degree, dp_degree, microbatch_size, num_microbatches, num_gpus (used, of those given), schedule,
+    data_parallel, recompute ('none', 'all' that can be, or layers separated by commas), cuts (the first layers of all
+    stages but the first), together (layers of one stage; may be pinned several times), stage:LAYER (the index of the
+    stage that holds the layer). Lists of layers take patterns ('layers.*') and, but for cuts, modules that hold layers.
+    An exclusion rules its value out; `recompute` and `cuts` then rule out every layer named, `together` that one stage
+    has all of them. `limits` give counts, memory and recomputation a range, see `limits`. `theoretical` lifts
+    tp_degree <= GPUs per node and what buffers that forward updates and reads rule out of dp_degree.
     """
 
     num_gpus: int
@@ -36,6 +40,7 @@ class SolveRequest:
     precision: Precision = "fp32"
     pins: tuple[Pair, ...] = ()
     exclusions: tuple[Pair, ...] = ()
+    limits: tuple[Pair, ...] = ()
     top: int = 3
     time_limit_s: float | None = None
     theoretical: bool = False
@@ -46,6 +51,27 @@ class SolveRequest:
                 raise UsageError(f"{name} is {getattr(self, name)}, less than 1", hint="give a positive number")
         check_size("num_gpus", self.num_gpus, MAX_NUM_GPUS)
         check_size("global_batch_size", self.global_batch_size, MAX_GLOBAL_BATCH_SIZE)
+
+    @property
+    def constraints(self) -> tuple[tuple[str, str, str], ...]:
+        """What people fixed, ruled out and limited, as (option, key, value)."""
+        options = (("--pin", self.pins), ("--exclude", self.exclusions), ("--limit", self.limits))
+        return tuple((option, key, value) for option, pairs in options for key, value in pairs)
+
+    def without(self, *dropped: tuple[str, str, str]) -> "SolveRequest":
+        """Return the request without some of its constraints."""
+        kept = [constraint for constraint in self.constraints if constraint not in dropped]
+        pins, exclusions, limits = (
+            tuple((key, value) for option, key, value in kept if option == wanted)
+            for wanted in ("--pin", "--exclude", "--limit")
+        )
+        return replace(self, pins=pins, exclusions=exclusions, limits=limits)
+
+
+def described(constraint: tuple[str, str, str]) -> str:
+    """Return a constraint as it is written on the command line."""
+    option, key, value = constraint
+    return f"{option} {key}={value}"
 
 
 def check_size(name: str, value: int, most: int) -> None:
@@ -66,12 +92,32 @@ class Pins:
     recomputed: frozenset[int] = frozenset()
     cuts: tuple[int, ...] | None = None
     stages: tuple[tuple[int, int], ...] = ()
+    together: tuple[tuple[int, int], ...] = ()
+    """(first, last) layer of those that share a stage"""
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     near = [other for other in known if other.endswith(f".{name}")]  # the model's names have a prefix more
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known[:12])}" + (", ..." * (len(known) > 12))
+
+
+def _layers(profile: ModelProfile, text: str, what: str, *, modules: bool = True) -> list[int]:
+    """Return the layers of a list of names, patterns and, if `modules`, modules that hold layers."""
+    names = [layer.name for layer in profile.layers]
+    found: list[int] = []
+    for part in (part.strip() for part in text.split(",")):
+        if any(mark in part for mark in WILD):
+            matching = [index for index, name in enumerate(names) if fnmatch.fnmatchcase(name, part)]
+            if not matching:
+                raise UsageError(
+                    f"{what}: no layer of {profile.name!r} matches {part!r}", hint=_nearest(part.rstrip(".*"), names)
+                )
+            found += matching
+        else:
+            inside = [index for index, name in enumerate(names) if name.startswith(f"{part}.")]
+            found += inside if modules and inside and part not in names else [_layer(profile, part, what)]
+    return found
 
 
 def _layer(profile: ModelProfile, name: str, what: str) -> int:
@@ -82,7 +128,7 @@ def _layer(profile: ModelProfile, name: str, what: str) -> int:
             raise UsageError(
                 f"{what} names {name!r}, which is no layer of {profile.name!r} but holds {len(inside)}: "
                 f"{inside[0]!r} to {inside[-1]!r}",
-                hint="name one of them",
+                hint=f"name one of them, or {name + '.*'!r} where a list is taken",
             )
         if (holder := _holder(profile, name)) is not None:
             raise UsageError(
@@ -117,7 +163,7 @@ def _count(text: str, what: str, least: int = 1) -> int:
 def read_pins(pairs: Sequence[Pair], profile: ModelProfile, option: str) -> Pins:
     """Return constraints by meaning; UsageError names an unknown key, value or layer and the nearest known one.
 
-    A pin is given once; an exclusion rules out a value more every time.
+    A pin is given once, but for `together`; an exclusion rules out a value more every time.
     """
     values: dict[str, frozenset[int]] = {}
     words: dict[str, frozenset[str]] = {}
@@ -125,10 +171,11 @@ def read_pins(pairs: Sequence[Pair], profile: ModelProfile, option: str) -> Pins
     recomputed: frozenset[int] = frozenset()
     cuts: tuple[int, ...] | None = None
     stages: list[tuple[int, int]] = []
+    together: list[tuple[int, int]] = []
     for position, (key, value) in enumerate(pairs):
         what = f"{option} {key}"
         earlier = next((other for before, other in pairs[:position] if before == key), None)
-        if option == "--pin" and earlier is not None:
+        if option == "--pin" and earlier is not None and key != "together":
             raise UsageError(f"{what} is given twice, as {earlier} and {value}", hint="give it once")
         if key in COUNTS:
             values[key] = values.get(key, frozenset()) | {_count(value, what)}
@@ -140,7 +187,7 @@ def read_pins(pairs: Sequence[Pair], profile: ModelProfile, option: str) -> Pins
             recompute = "none" if value == "none" else "all"
         elif key == "recompute":
             recompute = "named"
-            named = {_layer(profile, name.strip(), what) for name in value.split(",")}
+            named = set(_layers(profile, value, what))
             written = [layer for layer in sorted(named) if profile.writes_its_input(layer)]
             if written and option == "--pin":
                 name = profile.layers[written[0]].name
@@ -151,23 +198,31 @@ def read_pins(pairs: Sequence[Pair], profile: ModelProfile, option: str) -> Pins
                 )
             recomputed |= named
         elif key == "cuts":
-            names = [name.strip() for name in value.split(",")]
-            indices = [_layer(profile, name, what) for name in names]
-            for position, index in enumerate(indices):
-                if index == 0:
+            indices = _layers(profile, value, what, modules=False)
+            for place, index in enumerate(indices):
+                name = profile.layers[index].name
+                if index == 0 and option == "--pin":
                     raise UsageError(
-                        f"{what} names {names[position]!r}, the first layer: stage 0 would be empty",
+                        f"{what} names {name!r}, the first layer: stage 0 would be empty",
                         hint="a cut names the first layer of a later stage",
                     )
-                if index in indices[:position]:
+                if index in indices[:place]:
                     raise UsageError(
-                        f"{what}: duplicate cut {names[position]!r} would make an empty stage",
+                        f"{what}: duplicate cut {name!r} would make an empty stage",
                         hint="name each first layer once",
                     )
             cuts = tuple(sorted({*(cuts or ()), *indices}))
+        elif key == "together":
+            named = set(_layers(profile, value, what))
+            if len(named) < 2:
+                raise UsageError(
+                    f"{what}={value} names one layer, which is in one stage anyway",
+                    hint="name two layers or more, or a pattern that matches them",
+                )
+            together.append((min(named), max(named)))
         elif key.startswith("stage:"):
             layer = _layer(profile, key.removeprefix("stage:"), what)
             stages.append((layer, _count(value, what, least=0)))
         else:
             raise UsageError(f"{option} {key}={value}: unknown key {key!r}", hint=_nearest(key, KEYS))
-    return Pins(values, words, recompute, recomputed, cuts, tuple(stages))
+    return Pins(values, words, recompute, recomputed, cuts, tuple(stages), tuple(together))

@@ -23,17 +23,21 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Incumbent:
-    """The best plan so far, and the best one of every setting that was priced."""
+    """The best plan so far, and the best one of every setting that was priced.
+
+    Only plans that take less than `to_beat_s` count, where the question is whether there is one.
+    """
 
     problems: Problems
+    to_beat_s: float = float("inf")
     best: Plan | None = None
     by_setting: dict[Setting, Plan] = field(default_factory=dict)
     num_priced: int = 0
 
     @property
     def step_time_s(self) -> float:
-        """The best step time; inf where there is no plan."""
-        return step_time_s(self.best) if self.best is not None else float("inf")
+        """The best step time, or the one to beat; inf where there is neither."""
+        return step_time_s(self.best) if self.best is not None else self.to_beat_s
 
     def offer(self, problem: Problem, spans: Sequence[Span], choices: Sequence[Choice]) -> float:
         """Price a plan by `cost.evaluate`, keep it if it is better, and return the best step time."""
@@ -68,15 +72,24 @@ class Outcome:
 
 
 def search(
-    space: Space, origin: Origin, progress: Progress, time_limit_s: float | None, *, any_plan: bool = False
+    space: Space,
+    origin: Origin,
+    progress: Progress,
+    time_limit_s: float | None,
+    *,
+    any_plan: bool = False,
+    to_beat_s: float = float("inf"),
+    max_nodes: int | None = None,
 ) -> Outcome:
     """Return the best plan over all settings, and a lower bound proven for `cost.evaluate` of every plan.
 
-    `any_plan` ends the search as soon as there is a plan: the question then is whether one exists.
+    `any_plan` ends the search as soon as there is a plan: the question then is whether one exists. With `to_beat_s`
+    only faster plans are looked for: without one, the bound is that time. `max_nodes` ends the search as the time limit
+    does, but the same on every machine.
     """
     problems = Problems(space, origin)
-    incumbent = Incumbent(problems)
-    budget = Budget(None if time_limit_s is None else time.monotonic() + time_limit_s)
+    incumbent = Incumbent(problems, to_beat_s)
+    budget = Budget(None if time_limit_s is None else time.monotonic() + time_limit_s, max_nodes)
     settings, left_out = settings_with_bounds(space)
     queue: list[tuple[float, int, Setting, Branch | None]] = [
         (bound, index, setting, None) for index, (bound, setting) in enumerate(settings)

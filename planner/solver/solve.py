@@ -1,7 +1,5 @@
 """`solve`: the fastest plan within memory, with its proof; or why there is none."""
 
-from collections.abc import Iterator
-
 from planner.arguments import dtype_bytes
 from planner.cluster import Cluster
 from planner.cost.evaluate import Pricer
@@ -10,8 +8,9 @@ from planner.errors import PlannerError, UsageError
 from planner.model_profile import ModelProfile
 from planner.plan import Origin, SolverReport
 from planner.solver.infeasible import find_conflict, find_repairs
+from planner.solver.limits import read_limits
 from planner.solver.problems import Problems
-from planner.solver.request import SolveRequest, read_pins
+from planner.solver.request import COUNTS, SolveRequest, described, read_pins
 from planner.solver.runners_up import runners_up
 from planner.solver.search import Progress, search
 from planner.solver.solution import Solution
@@ -100,10 +99,11 @@ def _space(profile: ModelProfile, cluster: Cluster, request: SolveRequest) -> Sp
         )
     pins = read_pins(request.pins, profile, "--pin")
     exclusions = read_pins(request.exclusions, profile, "--exclude")
-    space = Space(Pricer(profile, cluster), request, pins, exclusions)
+    limits = read_limits(request.limits, COUNTS)
+    space = Space(Pricer(profile, _limited(cluster, limits.memory_bytes)), request, pins, exclusions, limits)
     for layer, choices in zip(profile.layers, space.recompute_choices, strict=True):
         if not choices:
-            given = [f"{option} recompute={value}" for option, key, value in _given(request) if key == "recompute"]
+            given = [described(found) for found in request.constraints if found[1] == "recompute"]
             raise UsageError(
                 f"{' and '.join(given)} contradict each other: layer {layer.name!r} may be neither kept nor recomputed",
                 hint="leave out one of them",
@@ -111,6 +111,11 @@ def _space(profile: ModelProfile, cluster: Cluster, request: SolveRequest) -> Sp
     return space
 
 
-def _given(request: SolveRequest) -> Iterator[tuple[str, str, str]]:
-    for option, pairs in (("--pin", request.pins), ("--exclude", request.exclusions)):
-        yield from ((option, key, value) for key, value in pairs)
+def _limited(cluster: Cluster, memory_bytes: int | None) -> Cluster:
+    """Return the cluster with GPUs of at most so much memory."""
+    if memory_bytes is None:
+        return cluster
+    gpus = {
+        name: gpu.model_copy(update={"memory": min(gpu.memory, memory_bytes)}) for name, gpu in cluster.gpus.items()
+    }
+    return cluster.model_copy(update={"gpus": gpus})

@@ -2,7 +2,7 @@
 
 Constraints have names, which an infeasible problem quotes:
 
-    gpus          pp_degree * tp_degree * dp_degree = num_gpus
+    gpus          pp_degree * tp_degree * dp_degree = num_gpus, or a number of them that people left free
     batch         microbatch_size * num_microbatches * dp_degree = global_batch_size
     layers        pp_degree <= number of layers
     sharding      tp_degree > 1 needs a layer with costs at that degree; a block that can be divided is (whole on every
@@ -14,7 +14,7 @@ Constraints have names, which an infeasible problem quotes:
     buffers       layers that read a buffer that forward updates are on one stage; dp_degree is 1 where its value of the
                   last forward reaches what is trained on: replicas would each go on from their own
     in place      a layer that writes over its own input is not recomputed: its input is gone
-    pins          what people fixed or excluded
+    pins          what people fixed, excluded or limited
 """
 
 import math
@@ -28,6 +28,7 @@ from planner.cost.communication import Route
 from planner.cost.evaluate import Pricer
 from planner.cost.layers import REPLICATED, LayerNumbers, parameter_sharding, tie_conflict
 from planner.plan import DATA_PARALLEL_MODES, SCHEDULES
+from planner.solver.limits import Limits
 from planner.solver.problem import Setting
 from planner.solver.request import Pins, SolveRequest
 
@@ -60,15 +61,25 @@ class Space:
     request: SolveRequest
     pins: Pins
     exclusions: Pins
+    limits: Limits = field(default_factory=Limits)
     _routes: dict[tuple[int, int, int], "StageRoutes"] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
     def admits(self, key: str, value: int | str) -> bool:
-        """Return whether pins and exclusions leave a decision this value."""
+        """Return whether pins, exclusions and limits leave a decision this value."""
         pinned = (self.pins.values if isinstance(value, int) else self.pins.words).get(key)
         ruled_out = (self.exclusions.values if isinstance(value, int) else self.exclusions.words).get(key, frozenset())
-        return (pinned is None or value in pinned) and value not in ruled_out
+        limited = isinstance(value, int) and not self.limits.admits(key, value)
+        return (pinned is None or value in pinned) and value not in ruled_out and not limited
+
+    @property
+    def gpu_counts(self) -> list[int]:
+        """Numbers of GPUs that a plan may use: all, unless a constraint on num_gpus leaves others; most first."""
+        given = (self.pins.values, self.exclusions.values, self.limits.counts)
+        if not any("num_gpus" in values for values in given):
+            return [self.request.num_gpus]
+        return [n for n in range(self.request.num_gpus, 0, -1) if self.admits("num_gpus", n)]
 
     @property
     def tp_degrees(self) -> list[int]:
@@ -100,9 +111,9 @@ class Space:
 
     def degrees(self) -> Iterator[tuple[int, int, int]]:
         """Yield (pp_degree, tp_degree, dp_degree) that every constraint on degrees leaves."""
-        num_gpus, num_layers = self.request.num_gpus, len(self.pricer.profile.layers)
-        largest = num_gpus if self.request.theoretical else self.pricer.cluster.gpus_per_node
-        for tp in self.tp_degrees:
+        num_layers = len(self.pricer.profile.layers)
+        largest = self.request.num_gpus if self.request.theoretical else self.pricer.cluster.gpus_per_node
+        for num_gpus, tp in product(self.gpu_counts, self.tp_degrees):
             if num_gpus % tp or tp > largest or not self.admits("tp_degree", tp) or self.forbidden(tp):
                 continue
             for pp in divisors(num_gpus // tp):
