@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from planner.errors import FileFormatError
 from planner.program import Identifier
 from planner.records import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Record, read_text, validate
@@ -21,6 +23,14 @@ Status = Literal["optimal", "feasible", "infeasible"]
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
 DATA_PARALLEL_MODES: tuple[DataParallel, ...] = ("replicated", "sharded")
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def _is_one(value: object) -> bool:
+    return value == 1
 
 
 class MemoryUse(Record):
@@ -105,6 +115,10 @@ class Stage(Record):
 
     `shardings` maps layer classes to the name of the sharding used at `tp_degree`; classes left out are replicated.
     `gpus` are the ranks of the stage, tensor-parallel index fastest: `gpus[d * tp_degree + t]`.
+    `shard_degree` replicas, neighbours in `gpus`, share one copy of parameters, gradients and optimizer states; None is
+    what the plan's `data_parallel` says: all replicas, or each its own. `context_degree` ranks share the sequence of
+    every row (they are counted beside tensor and data parallelism), and the experts of a layer are divided over
+    `expert_degree` of the stage's ranks: both have their place here, and no price yet where they are more than 1.
     """
 
     layers: tuple[str, ...]
@@ -114,18 +128,38 @@ class Stage(Record):
     recompute: tuple[str, ...] = ()
     shardings: dict[Identifier, Identifier] = {}
     gpus: tuple[NonNegativeInt, ...]
+    shard_degree: PositiveInt | None = Field(default=None, exclude_if=_is_none)
+    expert_degree: PositiveInt = Field(default=1, exclude_if=_is_one)
+    context_degree: PositiveInt = Field(default=1, exclude_if=_is_one)
 
     def model_post_init(self, context: Any) -> None:
         """Check the degrees against the GPUs."""
         if not self.layers:
             raise ValueError("a stage needs at least one layer")
-        if len(self.gpus) != self.tp_degree * self.dp_degree:
+        ranks = self.tp_degree * self.dp_degree * self.context_degree
+        if len(self.gpus) != ranks:
+            context = f" x context_degree {self.context_degree}" if self.context_degree > 1 else ""
             raise ValueError(
-                f"stage from {self.layers[0]!r}: tp_degree {self.tp_degree} x dp_degree {self.dp_degree} = "
-                f"{self.tp_degree * self.dp_degree} GPUs, but {len(self.gpus)} are listed"
+                f"stage from {self.layers[0]!r}: tp_degree {self.tp_degree} x dp_degree {self.dp_degree}{context} = "
+                f"{ranks} GPUs, but {len(self.gpus)} are listed"
+            )
+        if self.dp_degree % (self.shard_degree or 1):
+            raise ValueError(
+                f"stage from {self.layers[0]!r}: shard_degree {self.shard_degree} does not divide dp_degree "
+                f"{self.dp_degree}"
+            )
+        if ranks % self.expert_degree:
+            raise ValueError(
+                f"stage from {self.layers[0]!r}: expert_degree {self.expert_degree} does not divide its {ranks} GPUs"
             )
         if unknown := set(self.recompute) - set(self.layers):
             raise ValueError(f"recompute names {sorted(unknown)[0]!r}, which is not a layer of the stage")
+
+    def num_shards(self, data_parallel: DataParallel) -> int:
+        """Return over how many replicas parameters, gradients and optimizer states are sharded."""
+        if self.shard_degree is not None:
+            return self.shard_degree
+        return self.dp_degree if data_parallel == "sharded" else 1
 
 
 class Origin(Record):

@@ -5,7 +5,7 @@ bandwidth term shown optimal by Patarasu and Yuan, "Bandwidth optimal all-reduce
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from planner.cluster import Cluster
@@ -20,23 +20,21 @@ class Route:
     latency_s: float
 
 
-def message_route(cluster: Cluster, source: int, target: int) -> Route:
-    """Return the route of messages from one GPU to another."""
-    link = cluster.link_between((source, target))
-    return Route(link.bandwidth, link.latency)
-
-
 def ring_route(cluster: Cluster, ranks: tuple[int, ...]) -> Route:
     """Return the route of a ring over a group.
 
     Between nodes every rank of the group in a node brings its own share of the network, as the rings of NCCL do:
     the node's bandwidth is theirs together, at most that inside the node. `cluster.link_between` says which level.
     """
-    link = cluster.link_between(ranks)
-    per_node = Counter(cluster.node_at(rank) for rank in ranks)
+    return group_route(cluster, Counter(cluster.node_at(rank) for rank in ranks).values())
+
+
+def group_route(cluster: Cluster, per_node: Collection[int]) -> Route:
+    """Return the route of a ring over a group with so many ranks on each of its nodes; see `ring_route`."""
     if len(per_node) <= 1:
-        return Route(link.bandwidth, link.latency)
-    together = link.bandwidth * min(per_node.values())
+        return Route(cluster.intra_node.bandwidth, cluster.intra_node.latency)
+    link = cluster.inter_node
+    together = link.bandwidth * min(per_node)
     return Route(max(link.bandwidth, min(together, cluster.intra_node.bandwidth)), link.latency)
 
 

@@ -4,18 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.cluster import Cluster, Gpu
-from planner.cost.communication import Route, collective_s, message_route, ring_route, slowest, transfer_s
-from planner.cost.layers import REPLICATED, LayerNumbers, layer_numbers, parameter_sharding, tie_conflict
+from planner.cost.communication import Route
+from planner.cost.layers import REPLICATED, LayerNumbers, layer_numbers, parameter_sharding
 from planner.cost.memory import input_bytes, stage_values
+from planner.cost.messages import stage_messages
 from planner.cost.parameters import ParameterCounts
-from planner.cost.simulation import Message
+from planner.cost.places import DataRoutes, Places
 from planner.cost.stage import stage_elements, stage_memory, stage_times
-from planner.cost.states import COMPUTE_DTYPE, StateRules
+from planner.cost.states import COMPUTE_DTYPE, StateRules, memory_bytes_per_s
 from planner.cost.step import Event, PricedStages, all_events, finish_step, play_stages
+from planner.cost.ties import tied_sums
 from planner.errors import UsageError
 from planner.graph import shared_storages
-from planner.model_profile import Edge, ModelProfile
-from planner.plan import Plan, Prediction, StagePrediction, coverage_problem
+from planner.model_profile import ModelProfile
+from planner.plan import Plan, Prediction, Stage, StagePrediction, coverage_problem
 from planner.schedule import Action, stage_actions
 
 
@@ -25,11 +27,11 @@ class Pricer:
     def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
         self.profile = profile
         self.cluster = cluster
+        self.places = Places(cluster)
         self.shared = shared_storages(profile)
         self.index_of = {layer.name: index for index, layer in enumerate(profile.layers)}
         self._classes = {layer_class.name: layer_class for layer_class in profile.layer_classes}
         self._numbers: dict[tuple[str, int, int, str, Route], LayerNumbers] = {}
-        self._routes: dict[tuple[int, ...], Route] = {}
         self._inputs: dict[int, tuple[int, ...]] = {}
         self.parameters = ParameterCounts(profile, self.shared)
 
@@ -59,28 +61,34 @@ class Pricer:
 
     def ring(self, ranks: tuple[int, ...]) -> Route:
         """Return the route of a ring over a group."""
-        if ranks not in self._routes:
-            self._routes[ranks] = ring_route(self.cluster, ranks)
-        return self._routes[ranks]
+        return self.places.ring(ranks)
 
     def tensor_route(self, gpus: Sequence[int], tp_degree: int) -> Route:
         """Return the route of a stage's tensor-parallel groups, which work in step."""
-        groups = (tuple(gpus[start : start + tp_degree]) for start in range(0, len(gpus), tp_degree))
-        return slowest(self.ring(group) for group in groups)
+        return self.places.tensor_route(gpus, tp_degree)
 
     def data_route(self, gpus: Sequence[int], tp_degree: int) -> Route:
         """Return the route of a stage's data-parallel groups."""
-        return slowest(self.ring(tuple(gpus[offset::tp_degree])) for offset in range(tp_degree))
+        return self.places.data_routes(gpus, tp_degree, 1).across
+
+    def data_routes(self, gpus: Sequence[int], tp_degree: int, shard_degree: int) -> DataRoutes:
+        """Return the routes of a stage's replicas, where `shard_degree` neighbours share their states."""
+        return self.places.data_routes(gpus, tp_degree, shard_degree)
 
     def message_route(self, source: Sequence[int], target: Sequence[int]) -> Route:
         """Return the route between two stages: every GPU talks to the one of the same number."""
-        return slowest(message_route(self.cluster, a, b) for a, b in zip(source, target, strict=False))
+        return self.places.message_route(zip(source, target, strict=False))
 
-    def repeats(self, tp_degree: int, shardings: Mapping[str, str]) -> tuple[tuple[tuple[int, ...], bool, int], ...]:
-        """Return the storages that several layers read, as (layers, trainable, elements on one GPU)."""
+    def repeats(
+        self, tp_degree: int, shardings: Mapping[str, str], first: int = 0
+    ) -> tuple[tuple[tuple[int, ...], bool, int], ...]:
+        """Return the storages that several layers read, as (layers, trainable, elements on one GPU).
+
+        How a storage is divided is told by its first layer from `first` on: that of a stage that starts there.
+        """
         found = []
         for shared in self.shared:
-            layer, name = shared.names[0]
+            layer, name = next((item for item in shared.names if item[0] >= first), shared.names[0])
             chosen = shardings.get(self.profile.layers[layer].layer_class, REPLICATED)
             divided = parameter_sharding(self.profile, layer, name, tp_degree, chosen) is not None
             found.append((shared.layers, shared.trainable, shared.num_elements // (tp_degree if divided else 1)))
@@ -137,32 +145,33 @@ class Pricer:
 
     def _mfu(self, plan: Plan, step_s: float) -> float | None:
         """Return model FLOPs (three forwards of useful work, no recomputation) over what the GPUs could do; or None."""
-        gpus = [self.cluster.gpu_at(rank) for stage in plan.stages for rank in stage.gpus]
-        peaks = [gpu.peak_flops.get(COMPUTE_DTYPE[plan.precision]) for gpu in gpus]
-        known = [peak for peak in peaks if peak]
-        if len(known) < len(peaks) or not step_s or not self.profile.forward_flops_per_row:
+        total = 0.0
+        for name, count in self.places.count_types([rank for stage in plan.stages for rank in stage.gpus]).items():
+            peak = self.cluster.gpus[name].peak_flops.get(COMPUTE_DTYPE[plan.precision])
+            if not peak:
+                return None
+            total += count * peak
+        if not step_s or not self.profile.forward_flops_per_row:
             return None  # a profile without FLOPs, as imported ones are, says nothing of them
-        return 3.0 * self.profile.forward_flops_per_row * plan.global_batch_size / (step_s * sum(known))
+        return 3.0 * self.profile.forward_flops_per_row * plan.global_batch_size / (step_s * total)
 
     def _price(self, plan: Plan) -> PricedStages:
         spans = self._spans(plan)
         actions = stage_actions(plan.schedule, plan.pp_degree, plan.num_microbatches)
-        times, memory, shardings, locals_ = [], [], {}, {}
+        times, memory = [], []
         for (first, stop), stage, todo in zip(spans, plan.stages, actions, strict=True):
             tp_route = self.tensor_route(stage.gpus, stage.tp_degree)
             layers = self.layer_table(stage.microbatch_size, stage.tp_degree, stage.shardings, tp_route)
-            repeats = self.repeats(stage.tp_degree, stage.shardings)
+            repeats = self.repeats(stage.tp_degree, stage.shardings, first)
             remade = frozenset(self.index_of[name] for name in stage.recompute)
-            rules = StateRules(plan.optimizer, plan.precision, plan.data_parallel, stage.dp_degree)
+            shards = stage.num_shards(plan.data_parallel)
+            rules = StateRules(plan.optimizer, plan.precision, plan.data_parallel, stage.dp_degree, shards)
             elements = stage_elements(layers, repeats, first, stop)
-            for index in range(first, stop):
-                shardings[index] = stage.shardings.get(self.profile.layers[index].layer_class, REPLICATED)
-                locals_[index] = repeats
             gpu = self._gpu(stage.gpus)
             values = stage_values(self.profile, stage.microbatch_size, first, stop)
-            dp_route = self.data_route(stage.gpus, stage.tp_degree)
+            routes = self.data_routes(stage.gpus, stage.tp_degree, shards)
             times.append(
-                stage_times(layers, first, stop, remade, elements, rules, gpu, stage.tp_degree, tp_route, dp_route)
+                stage_times(layers, first, stop, remade, elements, rules, gpu, stage.tp_degree, tp_route, routes)
             )
             memory.append(
                 stage_memory(
@@ -173,8 +182,8 @@ class Pricer:
         return PricedStages(
             times=tuple(times),
             memory=tuple(memory),
-            messages=tuple(self._messages(plan, spans)),
-            tied=tuple(self._tied(plan, spans, shardings)),
+            messages=tuple(stage_messages(self.profile, plan.stages, self.places)),
+            tied=tuple(tied_sums(self.profile, self.shared, plan, self.places)),
             actions=actions,
         )
 
@@ -191,11 +200,13 @@ class Pricer:
         for stage in plan.stages:
             spans.append((first, first + len(stage.layers)))
             first += len(stage.layers)
-        if len({(stage.tp_degree, stage.dp_degree) for stage in plan.stages}) > 1:
-            raise UsageError(
-                "stages of different tp_degree or dp_degree are not priced",
-                hint=f"give every stage tp_degree {plan.tp_degree} and dp_degree {plan.dp_degree}",
-            )
+        for index, stage in enumerate(plan.stages):
+            for key in ("expert_degree", "context_degree"):
+                if getattr(stage, key) > 1:
+                    raise UsageError(
+                        f"stage {index} has {key} {getattr(stage, key)}, which has no price yet: only 1 has",
+                        hint=f"leave {key} out, or write 1",
+                    )
         if max(rank for stage in plan.stages for rank in stage.gpus) >= self.cluster.num_gpus:
             raise UsageError(
                 f"the plan uses {plan.num_gpus} GPUs, the cluster {self.cluster.name!r} has {self.cluster.num_gpus}",
@@ -203,63 +214,13 @@ class Pricer:
             )
         return spans
 
+    def capacity(self, stage: Stage) -> int:
+        """Return the bytes of memory of a stage's GPUs: of those that have least."""
+        return min(gpu.memory for gpu in self.places.gpus(stage.gpus))
+
     def _gpu(self, gpus: Sequence[int]) -> Gpu:
         """Return the slowest memory among a stage's GPUs: they finish together."""
-        return min((self.cluster.gpu_at(rank) for rank in gpus), key=lambda gpu: gpu.memory_bandwidth)
-
-    def _messages(self, plan: Plan, spans: Sequence[tuple[int, int]]) -> list[Message]:
-        """Return what goes from each stage to each later one: values straight to every stage that reads them."""
-        stage_of = [stage for stage, (first, stop) in enumerate(spans) for _ in range(first, stop)]
-        edges: dict[tuple[int, int], list[Edge]] = {}
-        for edge in self.profile.edges:
-            source = stage_of[edge.producer]
-            for target in dict.fromkeys(stage_of[consumer] for consumer in edge.consumers):
-                if target != source:
-                    edges.setdefault((source, target), []).append(edge)
-        messages = []
-        for (source, target), crossing in sorted(edges.items()):
-            rows = plan.stages[source].microbatch_size
-            route = self.message_route(plan.stages[source].gpus, plan.stages[target].gpus)
-            forward = sum(edge.num_bytes(rows) for edge in crossing)
-            backward = sum(edge.num_bytes(rows) for edge in crossing if edge.needs_grad)
-            messages.append(
-                Message(
-                    source=source,
-                    target=target,
-                    forward_busy_s=transfer_s(forward, route),
-                    forward_latency_s=route.latency_s,
-                    backward_busy_s=transfer_s(backward, route),
-                    backward_latency_s=route.latency_s,
-                    has_gradient=any(edge.needs_grad for edge in crossing),
-                )
-            )
-        return messages
-
-    def _tied(
-        self, plan: Plan, spans: Sequence[tuple[int, int]], shardings: Mapping[int, str]
-    ) -> list[tuple[tuple[int, ...], float]]:
-        """Return the gradient sums of trainable parameters that layers of several stages share."""
-        tied = []
-        stage_of = [stage for stage, (first, stop) in enumerate(spans) for _ in range(first, stop)]
-        for position, shared in enumerate(self.shared):
-            degree = plan.stages[0].tp_degree
-            if degree > 1 and (conflict := tie_conflict(self.profile, shared, degree, shardings)):
-                a, b = (self.profile.layers[layer].name for layer in conflict)
-                raise UsageError(
-                    f"layers {a!r} and {b!r} share parameter {shared.name!r}, which the plan divides differently",
-                    hint="give both layers shardings that divide it the same way",
-                )
-            stages = tuple(sorted({stage_of[layer] for layer in shared.layers}))
-            if not shared.trainable or len(stages) == 1:
-                continue
-            first = plan.stages[stages[0]]
-            rules = StateRules(plan.optimizer, plan.precision, plan.data_parallel, first.dp_degree)
-            elements = self.repeats(first.tp_degree, first.shardings)[position][2]
-            num_bytes = elements * rules.grad_bytes_per_element / rules.num_shards
-            groups = zip(*(plan.stages[stage].gpus for stage in stages), strict=False)
-            route = slowest(self.ring(tuple(group)) for group in groups)
-            tied.append((stages, collective_s("all_reduce", num_bytes, len(stages), route)))
-        return tied
+        return min(self.places.gpus(gpus), key=memory_bytes_per_s)
 
 
 def _most_in_flight(actions: Sequence[Action]) -> int:

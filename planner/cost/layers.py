@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from planner.arguments import dtype_bytes
 from planner.cost.communication import Route, collective_s
@@ -128,10 +129,20 @@ def parameter_sharding(
 
 
 def tie_conflict(
-    profile: ModelProfile, shared: SharedStorage, tp_degree: int, shardings: Mapping[int, str]
+    profile: ModelProfile, shared: SharedStorage, tp_degree: int | Mapping[int, int], shardings: Mapping[int, str]
 ) -> tuple[int, int] | None:
-    """Return two layers whose shardings (by layer index) divide a parameter they share differently, or None."""
+    """Return two layers whose shardings (by layer index) divide a parameter they share differently, or None.
+
+    `tp_degree` may differ by layer index: at different degrees a whole and a divided one, and slices along the same
+    dimension and parts, are parts of one another.
+    """
+    degrees = {layer: tp_degree if isinstance(tp_degree, int) else tp_degree[layer] for layer in shared.layers}
     ways = [
-        (layer, parameter_sharding(profile, layer, name, tp_degree, shardings[layer])) for layer, name in shared.names
+        (layer, parameter_sharding(profile, layer, name, degrees[layer], shardings[layer]))
+        for layer, name in shared.names
     ]
-    return next(((ways[0][0], layer) for layer, way in ways[1:] if way != ways[0][1]), None)
+    for (first, way), (second, other) in combinations(ways, 2):
+        apart = degrees[first] != degrees[second] and (way is None or other is None)
+        if way != other and not apart:
+            return first, second
+    return None

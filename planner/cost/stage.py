@@ -7,6 +7,7 @@ from planner.cluster import Gpu
 from planner.cost.communication import Route, collective_s
 from planner.cost.layers import LayerNumbers
 from planner.cost.memory import StageValues, activation_bytes, transient_bytes
+from planner.cost.places import DataRoutes
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
 from planner.plan import MemoryUse
 
@@ -63,18 +64,16 @@ def stage_times(
     gpu: Gpu,
     tp_degree: int,
     tp_route: Route,
-    dp_route: Route,
+    routes: DataRoutes,
 ) -> StageTimes:
     """Return the times of the stage of layers [first, stop).
 
-    A recomputed layer runs its forward again, collectives included. Gradients are reduced after the last backward:
-    replicated by one all-reduce, sharded by one reduce-scatter, after one all-gather of the working copy at the start.
+    A recomputed layer runs its forward again, collectives included. Gradients are reduced after the last backward
+    (`DataRoutes.reduce_s`); what is sharded is gathered once, at the start.
     """
     own = layers[first:stop]
     trainable, frozen = elements
     grad_bytes = trainable * rules.grad_bytes_per_element
-    sharded = rules.num_shards > 1
-    reduce_s = collective_s("reduce_scatter" if sharded else "all_reduce", grad_bytes, rules.dp_degree, dp_route)
     partial = sum(layer.partial for layer in own) * rules.grad_bytes_per_element
     working_bytes = (trainable + frozen) * WORKING_BYTES[rules.precision]
     return StageTimes(
@@ -85,8 +84,8 @@ def stage_times(
         backward_comm_s=sum(layer.backward_comm_s for layer in own)
         + sum(layers[index].forward_comm_s for index in range(first, stop) if index in remade),
         cast_s=cast_s(trainable + frozen, rules, gpu),
-        gather_s=collective_s("all_gather", working_bytes, rules.dp_degree, dp_route) if sharded else 0.0,
-        reduce_s=reduce_s + collective_s("all_reduce", partial, tp_degree, tp_route),
+        gather_s=routes.gather_s(working_bytes, rules),
+        reduce_s=routes.reduce_s(grad_bytes, rules) + collective_s("all_reduce", partial, tp_degree, tp_route),
         optimizer_s=optimizer_s(trainable, rules, gpu),
     )
 

@@ -8,9 +8,10 @@ reduce-scatter per step, `reshard_after_forward=False`):
     bf16-mixed  4 / n    2                         4 (+ 4 / n)         (8; 4; 0) / n
     bf16        2 / n    2 where dp_degree > 1     2 (+ 2 / n)         (4; 2; 0) / n
 
-n is dp_degree where data parallelism is sharded, else 1; the gradient in brackets is the reduced shard beside the
-accumulated whole, where sharded. `replicate` computes on a copy of the master too. Frozen parameters have no gradient
-and no optimizer state. Rows of the table are bytes.
+n is the shard degree: dp_degree where data parallelism is sharded, 1 where replicated, or a stage's own (groups of n
+replicas each hold one copy, in n parts). The gradient in brackets is the reduced shard beside the accumulated whole,
+where n > 1. `replicate` computes on a copy of the master too. Frozen parameters have no gradient and no optimizer
+state. Rows of the table are bytes.
 """
 
 from dataclasses import dataclass
@@ -35,10 +36,13 @@ class StateRules:
     precision: Precision
     data_parallel: DataParallel
     dp_degree: int
+    shard_degree: int | None = None
 
     @property
     def num_shards(self) -> int:
         """Into how many parts master, optimizer states and reduced gradient are divided."""
+        if self.shard_degree is not None:
+            return self.shard_degree
         return self.dp_degree if self.data_parallel == "sharded" else 1
 
     @property

@@ -19,6 +19,7 @@ from planner.errors import EmitError
 from planner.graph import shared_storages
 from planner.model_profile import Loss, ModelProfile
 from planner.plan import Plan
+from planner.runnable import unrunnable
 from planner.units import counted, format_bytes, format_seconds
 
 HASH_LINE = "# plan hash: "
@@ -31,6 +32,11 @@ def emit(plan: Plan, profile: ModelProfile) -> str:
         raise EmitError(
             f"the profile was imported from {profile.provenance.imported_from}: there is no model to write code for",
             hint="profile the model itself: `planner profile model.py`",
+        )
+    if problem := unrunnable(plan):
+        raise EmitError(
+            f"no code can be written yet for this plan: it {problem}",
+            hint="solve without --theoretical for one that can",
         )
     stages = stage_codes(plan, profile)
     groups = tied_groups(profile)

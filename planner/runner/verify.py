@@ -10,6 +10,7 @@ from pathlib import Path
 from planner.errors import VerifyError
 from planner.plan import Plan, greatest_common_rows, read_plan
 from planner.records import NonNegativeFloat, NonNegativeInt, PositiveInt, Record
+from planner.runnable import unrunnable
 from planner.runner.exact_job import BUILD_SEEDS, EQUAL_VERDICTS, TOLERANCE, ExactJob, Outcome, Reference
 from planner.runner.pool import WorkerPool
 from planner.runner.subject import (
@@ -94,7 +95,7 @@ def verify(
     """
     plan_path = plan_path.resolve()
     plan = read_plan(plan_path)
-    _check_ranks(plan, plan_path)
+    _check_runs(plan, plan_path)
     spec = find_model(plan, plan_path, model)
     deadline_s = time.monotonic() + timeout_s
 
@@ -259,8 +260,12 @@ def _about_rows(rows: int) -> str:
     )
 
 
-def _check_ranks(plan: Plan, path: Path) -> None:
-    """Raise VerifyError unless the stages hold the ranks 0 to n - 1 in order, as the runtime of a plan needs."""
+def _check_runs(plan: Plan, path: Path) -> None:
+    """Raise VerifyError unless the runtime runs such plans, and the stages hold the ranks 0 to n - 1 in order."""
+    if problem := unrunnable(plan):
+        raise VerifyError(
+            f"{path.name} can't be run yet: it {problem}", hint="undo the edit of the plan, or solve again"
+        )
     ranks = [rank for stage in plan.stages for rank in stage.gpus]
     if ranks != list(range(len(ranks))):
         listed = "; ".join(f"stage {index}: {list(stage.gpus)}" for index, stage in enumerate(plan.stages))

@@ -15,6 +15,7 @@ from planner.cluster import Gpu
 from planner.cost.communication import Route, collective_s
 from planner.cost.evaluate import Pricer
 from planner.cost.layers import LayerNumbers
+from planner.cost.places import DataRoutes
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
 from planner.sharding import Collective
 from planner.solver.recompute import RecomputeChoices
@@ -170,13 +171,23 @@ class StateTable:
 
     @classmethod
     def of(
-        cls, table: LayerTable, rules: StateRules, gpu: Gpu, tp_degree: int, dp_route: Route, reserve_bytes: int
+        cls,
+        table: LayerTable,
+        rules: StateRules,
+        gpu: Gpu,
+        tp_degree: int,
+        routes: DataRoutes | Route,
+        reserve_bytes: int,
     ) -> "StateTable":
-        """Return the state table of a layer table; the formulas are those of `cost.stage`, applied to arrays."""
+        """Return the state table of a layer table; the formulas are those of `cost.stage`, applied to arrays.
+
+        One route will do where states are sharded over all replicas, or over none.
+        """
+        over = DataRoutes(routes, routes) if isinstance(routes, Route) else routes
+        shards = rules.num_shards
         trainable, total = table.trainable, table.trainable + table.frozen
         fixed = rules.param_bytes(total) + rules.grad_bytes(trainable) + rules.optimizer_bytes(trainable)
         fixed = fixed + rules.bucket_bytes(table.largest) + table.crossing.buffers + reserve_bytes
-        sharded = rules.num_shards > 1
 
         def ring(kind: Collective, num_bytes: Floats, ranks: int, route: Route) -> Floats:
             """Return the seconds of a collective on an array of sizes: linear in bytes but for the latency."""
@@ -187,12 +198,12 @@ class StateTable:
         width = rules.grad_bytes_per_element
         grads = trainable.astype(np.float64) * width
         partial = np.asarray(differences(table.partial_sum), dtype=np.float64) * width
-        tail = ring("reduce_scatter" if sharded else "all_reduce", grads, rules.dp_degree, dp_route)
+        tail = ring("reduce_scatter", grads, shards, over.within)
+        tail = tail + ring("all_reduce", grads / shards, rules.dp_degree // shards, over.across)
         tail = tail + ring("all_reduce", np.maximum(partial, 0.0), tp_degree, table.route)
         tail = tail + grads * (optimizer_s(1.0, rules, gpu) / width)
         ready = total.astype(np.float64) * cast_s(1.0, rules, gpu)
-        if sharded:
-            ready = ready + ring(
-                "all_gather", total.astype(np.float64) * WORKING_BYTES[rules.precision], rules.dp_degree, dp_route
-            )
+        ready = ready + ring(
+            "all_gather", total.astype(np.float64) * WORKING_BYTES[rules.precision], shards, over.within
+        )
         return cls(np.asarray(fixed, dtype=np.int64), ready, tail)

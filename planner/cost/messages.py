@@ -1,0 +1,110 @@
+"""What the stages of a plan send one another per microbatch, in seconds of the busiest GPU's own link.
+
+Values go straight to every stage that reads them, row slice by row slice (`pairing`): all ranks of a tensor-parallel
+group hold a stage's whole output, so each receiver gets its rows from one of them. A GPU's link is busy for what that
+GPU sends or receives, whichever is more, and the slowest of the routes counts. What has no rows (`Edge.fixed_bytes`)
+goes to a replica with its first rows, and its gradient comes back the same way.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.cost.communication import Route, transfer_s
+from planner.cost.places import Places
+from planner.cost.simulation import Message
+from planner.model_profile import Edge, ModelProfile
+from planner.pairing import Slice, row_slices
+from planner.plan import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One direction of a message: pairs of positions, and the different loads that links have.
+
+    A load is the parts of a microbatch's rows (of all replicas together, `num_parts`) and the number of times that
+    values without rows pass.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    loads: tuple[tuple[int, int], ...]
+    num_parts: int
+
+
+def stage_messages(profile: ModelProfile, stages: Sequence[Stage], places: Places) -> list[Message]:
+    """Return what goes from each stage to each later one, and the gradients that come back; ordered by stages."""
+    stage_of = [index for index, stage in enumerate(stages) for _ in stage.layers]
+    edges: dict[tuple[int, int], list[Edge]] = {}
+    for edge in profile.edges:
+        source = stage_of[edge.producer]
+        for target in dict.fromkeys(stage_of[consumer] for consumer in edge.consumers):
+            if target != source:
+                edges.setdefault((source, target), []).append(edge)
+    messages = []
+    for (source, target), crossing in sorted(edges.items()):
+        returned = [edge for edge in crossing if edge.needs_grad]
+        forward_s, forward_route = _busy(stages[source], stages[target], crossing, places, back=False)
+        backward_s, backward_route = _busy(stages[source], stages[target], returned, places, back=True)
+        messages.append(
+            Message(
+                source=source,
+                target=target,
+                forward_busy_s=forward_s,
+                forward_latency_s=forward_route.latency_s,
+                backward_busy_s=backward_s,
+                backward_latency_s=backward_route.latency_s,
+                has_gradient=bool(returned),
+            )
+        )
+    return messages
+
+
+def _busy(source: Stage, target: Stage, edges: Sequence[Edge], places: Places, *, back: bool) -> tuple[float, Route]:
+    """Return for how long the values of `edges` (`back`: their gradients) keep the busiest link busy, and the route."""
+    degrees = (source.tp_degree, source.dp_degree, target.tp_degree, target.dp_degree)
+    sender, receiver = (target.gpus, source.gpus) if back else (source.gpus, target.gpus)
+    if set(sender).isdisjoint(receiver):
+        exchange = between(*degrees, back=back)
+    else:  # what stays on a GPU takes no link
+        pieces = _slices(*degrees, back=back)
+        crossing = [piece for piece in pieces if sender[piece.source] != receiver[piece.target]]
+        exchange = _exchange(crossing, math.lcm(source.dp_degree, target.dp_degree), target.dp_degree)
+    if not exchange.pairs:
+        return 0.0, Route(float("inf"), 0.0)
+    route = places.message_route((sender[a], receiver[b]) for a, b in exchange.pairs)
+    rows_of_part = source.microbatch_size * source.dp_degree // exchange.num_parts
+    most = max(
+        sum(round(edge.bytes_per_row * (parts * rows_of_part)) + times * edge.fixed_bytes for edge in edges)
+        for parts, times in exchange.loads
+    )
+    return transfer_s(most, route), route
+
+
+@lru_cache(maxsize=4096)
+def between(source_tp: int, source_dp: int, target_tp: int, target_dp: int, *, back: bool = False) -> Exchange:
+    """Return the pairs and loads of messages between stages of these degrees; `back`: of the gradients."""
+    pieces = _slices(source_tp, source_dp, target_tp, target_dp, back=back)
+    return _exchange(pieces, math.lcm(source_dp, target_dp), target_dp)
+
+
+def _slices(source_tp: int, source_dp: int, target_tp: int, target_dp: int, *, back: bool) -> tuple[Slice, ...]:
+    if back:
+        return row_slices(target_tp, target_dp, source_tp, source_dp)
+    return row_slices(source_tp, source_dp, target_tp, target_dp)
+
+
+def _exchange(pieces: Sequence[Slice], num_parts: int, num_readers: int) -> Exchange:
+    """Return pairs and loads of slices of `num_parts` parts; `num_readers` replicas of the later stage read them."""
+    sent: dict[int, tuple[int, int]] = {}
+    received: dict[int, tuple[int, int]] = {}
+    for piece in pieces:
+        has_fixed = piece.start % (num_parts // num_readers) == 0
+        for loads, position in ((sent, piece.source), (received, piece.target)):
+            parts, times = loads.get(position, (0, 0))
+            loads[position] = (parts + piece.stop - piece.start, times + has_fixed)
+    return Exchange(
+        pairs=tuple(dict.fromkeys((piece.source, piece.target) for piece in pieces)),
+        loads=tuple(sorted({*sent.values(), *received.values()})),
+        num_parts=num_parts,
+    )
