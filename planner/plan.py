@@ -174,17 +174,38 @@ class Origin(Record):
     profile_hash: str
     cluster: str
     cluster_hash: str
+    cluster_path: str = ""
     torch_version: str
     planner_version: str
 
 
+class Asked(Record):
+    """What the solver was asked for beside the step: GPUs given, and constraints as (key, value) texts."""
+
+    num_gpus: PositiveInt
+    pins: tuple[tuple[str, str], ...] = ()
+    exclusions: tuple[tuple[str, str], ...] = ()
+    limits: tuple[tuple[str, str], ...] = ()
+    theoretical: bool = False
+
+    @property
+    def constraints(self) -> tuple[str, ...]:
+        """The constraints as they are written on the command line."""
+        options = (("--pin", self.pins), ("--exclude", self.exclusions), ("--limit", self.limits))
+        return tuple(f"{option} {key}={value}" for option, pairs in options for key, value in pairs)
+
+
 class SolverReport(Record):
-    """How good the plan is, proven: `gap_fraction = (step time - lower bound) / lower bound`."""
+    """How good the plan is, proven: `gap_fraction = (step time - lower bound) / lower bound`.
+
+    The proof is about the plans that what was `asked` leaves.
+    """
 
     status: Status
     lower_bound_s: NonNegativeFloat
     gap_fraction: NonNegativeFloat
     num_priced: NonNegativeInt = 0
+    asked: Asked | None = None
 
 
 class RunnerUp(Record):
@@ -305,6 +326,11 @@ def read_plan(path: Path) -> Plan:
 
     FileFormatError says what is wrong with it, UsageError that there is no such file.
     """
+    return validate(Plan, read_plan_data(path), source=str(path))
+
+
+def read_plan_data(path: Path) -> Any:
+    """Return the `PLAN = {...}` literal of a plan.py, of a version that is known; errors are those of `read_plan`."""
     try:
         body = ast.parse(read_text(path, what="plan")).body
     except (SyntaxError, ValueError) as error:
@@ -327,4 +353,4 @@ def read_plan(path: Path) -> Plan:
             f"{path}: plan_version {version} is newer than {PLAN_VERSION}, the newest this planner reads",
             hint="upgrade planner, or solve again with this version",
         )
-    return validate(Plan, data, source=str(path))
+    return data

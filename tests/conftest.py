@@ -8,7 +8,9 @@ from typing import Any
 
 import hypothesis
 import pytest
+from commands import Done, Run
 
+from planner.cli.main import main
 from planner.runner.pool import WorkerPool
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one; what is piped has a width of its own
@@ -32,6 +34,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that is the working directory during the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], folder: Path) -> Run:
+    """A function that runs a command line inside an empty folder."""
+
+    def run_line(*arguments: str) -> Done:
+        code = main(arguments)
+        out, err = capfd.readouterr()
+        return Done(code, out, err)
+
+    return run_line
 
 
 class _SharedPool(WorkerPool):

@@ -7,15 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Done, Run
 
 from planner.arguments import BatchInt, Ref
 from planner.cli.inputs import choose_cluster, describe_cluster, device_mismatch, load_profile
-from planner.cli.main import main
 from planner.cli.options import parse_counts, parse_duration, parse_pairs
 from planner.cli.solve import torchrun_line
 from planner.cluster import default_cluster
@@ -36,39 +35,6 @@ from planner.program import Node, Program, Tensor
 from planner.runner.verify import ParameterRow, VerifyReport
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    def assert_one_error(self, code: int, *words: str) -> None:
-        """One error and a hint on stderr, no traceback, nothing on stdout."""
-        lines = self.err.splitlines()
-        errors = [line for line in lines if line.startswith("error: ")]
-        assert (self.code, len(errors), self.out) == (code, 1, ""), self
-        assert any(line.startswith("hint: ") for line in lines), self.err
-        assert "Traceback" not in self.err
-        assert all(word in self.err for word in words), self.err
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], folder: Path) -> Run:
-    """A function that runs a command line inside an empty folder."""
-
-    def run_line(*arguments: str) -> Done:
-        code = main(arguments)
-        out, err = capfd.readouterr()
-        return Done(code, out, err)
-
-    return run_line
 
 
 def small_profile(**provenance: Any) -> ModelProfile:
@@ -170,6 +136,8 @@ sys.exit(main(sys.argv[1:]))
         (["profile", "--help"], 0),
         (["solve", "--help"], 0),
         (["explain", "--help"], 0),
+        (["compare", "--help"], 0),
+        (["compare", "plan.py", "missing.py"], 2),
         (["verify", "--help"], 0),
         (["explain", "missing.py"], 2),
         (["solve", "--gpus", "4"], 2),
@@ -186,7 +154,7 @@ def test_starts_without_torch(folder: Path, arguments: list[str], code: int) -> 
 def test_help_names_every_command(run: Run) -> None:
     done = run("--help")
     assert done.code == 0
-    assert all(command in done.out for command in ("profile", "solve", "explain", "verify"))
+    assert all(command in done.out for command in ("profile", "solve", "explain", "compare", "verify"))
 
 
 def test_python_dash_m(folder: Path) -> None:

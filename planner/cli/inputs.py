@@ -4,13 +4,16 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.cluster import Cluster, default_cluster, read_cluster, shipped_gpu
+from planner import __version__
+from planner.cluster import Cluster, cluster_hash, default_cluster, read_cluster, shipped_gpu
 from planner.errors import UsageError
 from planner.local_cluster import CPU_NAME, local_cluster
 from planner.model_profile import ModelProfile, read_profile
+from planner.plan import Origin, Precision
 from planner.units import format_bytes, format_seconds
 
 PROFILES_FOLDER = Path("profiles")
+SAMPLES_PER_GPU = 8  # of a step, unless told otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ def choose_cluster(name: str | None, num_gpus: int, profile: ModelProfile) -> Cl
     A .toml path is taken as it is; a shipped name, or the GPU type of the profile, gives nodes of 8 of that type; a
     profile measured on the CPU gives processes of this machine. UsageError where the cluster is too small or unknown.
     """
-    if name is not None and (name.endswith(".toml") or "/" in name):
+    if name is not None and cluster_path(name):
         cluster = read_cluster(name)
         if cluster.num_gpus < num_gpus:
             raise UsageError(
@@ -72,6 +75,11 @@ def choose_cluster(name: str | None, num_gpus: int, profile: ModelProfile) -> Cl
             hint="give --cluster FILE.toml: GPUs, links and memory reserve",
         )
     return default_cluster(num_gpus, gpu)
+
+
+def cluster_path(name: str | None) -> str:
+    """Return the path of a cluster that is given by its file; '' for a shipped name or none."""
+    return name if name is not None and (name.endswith(".toml") or "/" in name) else ""
 
 
 def profiled_gpu(profile: ModelProfile) -> str | None:
@@ -106,4 +114,28 @@ def device_mismatch(profile: ModelProfile, cluster: Cluster) -> str | None:
         return None
     return (
         f"the profile's times are of {profiled}, the cluster's GPUs are {', '.join(planned)}: times are not converted"
+    )
+
+
+def choose_precision(profile: ModelProfile) -> Precision:
+    """Return how to compute where nobody says: as the profile's times were."""
+    return "bf16-mixed" if profile.provenance.dtype == "bfloat16" else "fp32"
+
+
+def plan_origin(file: ProfileFile, cluster: Cluster, name: str | None) -> Origin:
+    """Return what a plan is made from; `name` is the cluster's as given."""
+    provenance = file.profile.provenance
+    return Origin(
+        model_path=provenance.model_path,
+        model_hash=provenance.model_hash,
+        build_function=provenance.build_function,
+        inputs_function=provenance.inputs_function,
+        tp_rules=provenance.tp_rules,
+        profile_path=str(file.path),
+        profile_hash=file.hash,
+        cluster=cluster.name,
+        cluster_hash=cluster_hash(cluster),
+        cluster_path=cluster_path(name),
+        torch_version=provenance.torch_version,
+        planner_version=__version__,
     )

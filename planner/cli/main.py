@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from planner import __version__
+from planner.cli.compare import compare
 from planner.cli.ending import adopt_orphans, end
 from planner.cli.explain import explain
 from planner.cli.import_ import import_
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command()(profile)
 app.command()(solve)
 app.command()(explain)
+app.command()(compare)
 app.command()(verify)
 app.command("import")(import_)
 

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner import __version__
 from planner.cli.inputs import (
-    ProfileFile,
+    SAMPLES_PER_GPU,
     choose_cluster,
+    choose_precision,
     describe_cluster,
     describe_profile,
     device_mismatch,
     load_profile,
+    plan_origin,
 )
 from planner.cli.options import parse_duration, parse_pairs
 from planner.cli.output import progress_bar, say, write_json, write_line, write_table
@@ -23,9 +24,8 @@ from planner.plan import Optimizer, Precision
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster
-    from planner.plan import Origin, Plan
+    from planner.plan import Plan
 
-SAMPLES_PER_GPU = 8
 NO_PLAN = 1
 MANY_GPUS, MANY_GPUS_LIMIT_S = 16384, 60.0  # more are searched for this long, unless told otherwise
 
@@ -93,7 +93,7 @@ def solve(
     for warning in (device_mismatch(file.profile, chosen), shared_cores(chosen)):
         if warning:
             say(f"warning: {warning}")
-    precision = precision or ("bf16-mixed" if file.profile.provenance.dtype == "bfloat16" else "fp32")
+    precision = precision or choose_precision(file.profile)
     say(f"step: {batch} samples, {optimizer}, {precision}")
 
     from planner.solver import SolveRequest
@@ -112,7 +112,7 @@ def solve(
         theoretical=theoretical,
     )
     with progress_bar("solve") as progress:
-        solution = search(file.profile, chosen, request, origin=_origin(file, chosen), progress=progress)
+        solution = search(file.profile, chosen, request, origin=plan_origin(file, chosen, cluster), progress=progress)
     from planner.report import plan_table, solution_json
 
     if solution.plan is None:
@@ -144,26 +144,6 @@ def solve(
         for note in (*coupling_notes(file.profile.loss, is_known=is_known), *(() if is_known else (NO_LOSS,))):
             say(f"note: {note}")
     say(f"wrote {output}")
-
-
-def _origin(file: ProfileFile, cluster: "Cluster") -> "Origin":
-    from planner.cluster import cluster_hash
-    from planner.plan import Origin
-
-    provenance = file.profile.provenance
-    return Origin(
-        model_path=provenance.model_path,
-        model_hash=provenance.model_hash,
-        build_function=provenance.build_function,
-        inputs_function=provenance.inputs_function,
-        tp_rules=provenance.tp_rules,
-        profile_path=str(file.path),
-        profile_hash=file.hash,
-        cluster=cluster.name,
-        cluster_hash=cluster_hash(cluster),
-        torch_version=provenance.torch_version,
-        planner_version=__version__,
-    )
 
 
 def torchrun_line(plan: "Plan", cluster: "Cluster") -> str:

@@ -164,9 +164,15 @@ def findings(plan: Plan) -> list[str]:
         priced = counted(plan.solver.num_priced, "plan was", "plans were")
         lines.append(
             f"Proof: {proof(plan)}; no plan takes less than {format_seconds(plan.solver.lower_bound_s)} "
-            f"(gap {percent(plan.solver.gap_fraction)}); {priced} priced."
+            f"(gap {percent(plan.solver.gap_fraction)}){_under(plan)}; {priced} priced."
         )
     return lines
+
+
+def _under(plan: Plan) -> str:
+    """Return the constraints that people gave the solver, as a part of a sentence; nothing where there were none."""
+    asked = plan.solver.asked if plan.solver is not None else None
+    return f" under {', '.join(asked.constraints)}" if asked is not None and asked.constraints else ""
 
 
 def runners_up_table(plan: Plan) -> Table:

@@ -7,7 +7,7 @@ import numpy as np
 
 from planner.cluster import Cluster
 from planner.graph import shared_updates
-from planner.plan import SCHEDULES
+from planner.plan import SCHEDULES, Origin
 from planner.solver.arithmetic import arithmetic_conflict
 from planner.solver.branch import Span
 from planner.solver.problem import Problem, Setting
@@ -23,8 +23,9 @@ MAX_REPAIRS = 4
 Resolve = Callable[[Cluster, SolveRequest], float | None]  # the step time of a plan, or None
 
 
-def find_conflict(space: Space, problems: Problems) -> Conflict:
+def find_conflict(space: Space, origin: Origin) -> Conflict:
     """Return the constraint that leaves no plan."""
+    problems = Problems(space, origin)
     least: tuple[int, Setting, list[Span]] | None = None
     settings = list(_lean_settings(space))
     if not settings:

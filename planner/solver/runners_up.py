@@ -2,21 +2,10 @@
 
 from planner.plan import Plan, RunnerUp
 from planner.solver.branch import Branch
-from planner.solver.search import Outcome, offer_first_plans, step_time_s
-from planner.units import counted, format_seconds
+from planner.solver.differences import SAME, reason, slower_fraction, step_time_s, summary
+from planner.solver.search import Outcome, offer_first_plans
 
 MAX_PRICED = 40  # settings that the search dropped, priced only to be shown
-
-
-def summary(plan: Plan) -> str:
-    """Return a plan's decisions in one line."""
-    degrees = f"pp {plan.pp_degree} x tp {plan.tp_degree} x dp {plan.dp_degree}"
-    mode = f", {plan.data_parallel}" if plan.dp_degree > 1 else ""
-    schedule = f", {plan.schedule}" if plan.pp_degree > 1 else ""
-    remade = sum(len(stage.recompute) for stage in plan.stages)
-    recompute = f", {counted(remade, 'layer')} recomputed" if remade else ""
-    microbatches = counted(plan.num_microbatches, "microbatch", "microbatches")
-    return f"{degrees}{schedule}{mode}, {microbatches} of {plan.microbatch_size}{recompute}"
 
 
 def runners_up(outcome: Outcome, top: int) -> tuple[RunnerUp, ...]:
@@ -73,31 +62,5 @@ def _runner_up(plan: Plan, best: Plan) -> RunnerUp:
         data_parallel=plan.data_parallel,
         step_time_s=plan.prediction.step_time_s,
         peak_bytes=plan.prediction.peak_bytes,
-        reason=reason(plan, best),
+        reason="as fast; less regular" if slower_fraction(plan, best) < SAME else reason(plan, best),
     )
-
-
-def parts(plan: Plan) -> dict[str, float]:
-    """Return where a step's time goes, in seconds of the stage that has most of each."""
-    assert plan.prediction is not None
-    stages, m = plan.prediction.stages, plan.num_microbatches
-    return {
-        "computing": max(m * (s.time_s - s.tensor_parallel_time_s - s.recompute_time_s) for s in stages),
-        "recomputing activations": max(m * s.recompute_time_s for s in stages),
-        "tensor-parallel communication": max(m * s.tensor_parallel_time_s for s in stages),
-        "data-parallel communication": max(s.data_parallel_time_s for s in stages),
-        "waiting in the pipeline": plan.prediction.bubble_fraction * plan.prediction.step_time_s,
-        "the optimizer": max(s.optimizer_time_s for s in stages),
-    }
-
-
-def reason(plan: Plan, best: Plan) -> str:
-    """Return by how much a plan is slower than the best, and what it spends most of that on."""
-    slower = step_time_s(plan) - step_time_s(best)
-    share = slower / step_time_s(best) if step_time_s(best) else 0.0
-    if share < 1e-6:
-        return "as fast; less regular"
-    theirs, ours = parts(plan), parts(best)
-    name, more = max(((name, theirs[name] - ours[name]) for name in theirs), key=lambda item: item[1])
-    cause = f": {format_seconds(more)} more {name}" if more > 0 else ""
-    return f"{100 * share:.3g} % slower{cause}"
