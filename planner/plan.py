@@ -15,13 +15,21 @@ from planner.units import counted
 
 PLAN_VERSION = 1
 
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["1f1b", "gpipe", "interleaved-1f1b", "zero-bubble", "zbv"]
 DataParallel = Literal["replicated", "sharded"]
 Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum"]
 Precision = Literal["fp32", "bf16-mixed", "bf16"]
 Status = Literal["optimal", "feasible", "infeasible"]
 
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble", "zbv")
+"""From regular to irregular."""
+EMITTED_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+"""What an emitted plan can run; the others are priced, and solved for with `--theoretical`."""
+SPLIT_SCHEDULES: tuple[Schedule, ...] = ("zero-bubble", "zbv")
+"""Backwards are split in two: the gradient of inputs, which other stages wait for, and that of weights."""
+FEWEST_CHUNKS: dict[Schedule, int] = {"1f1b": 1, "gpipe": 1, "interleaved-1f1b": 2, "zero-bubble": 1, "zbv": 2}
+MOST_CHUNKS: dict[Schedule, int] = {"1f1b": 1, "gpipe": 1, "zbv": 2}
+"""Stages on one device group; as many as one likes where a schedule is left out."""
 DATA_PARALLEL_MODES: tuple[DataParallel, ...] = ("replicated", "sharded")
 
 
@@ -53,11 +61,14 @@ class MemoryUse(Record):
 class StagePrediction(Record):
     """What `cost.evaluate` says of one stage; times are per microbatch except those per step.
 
-    `param_count` is the number of parameters that one GPU computes with, before data parallelism shards them.
+    `param_count` is the number of parameters that one GPU computes with, before data parallelism shards them. It and
+    `memory` are those of a GPU: where a device group holds several stages, of all of them, the same in each.
+    `weight_time_s` is what of the backward runs apart from the rest, after it: 0 where backwards are whole.
     """
 
     forward_time_s: NonNegativeFloat
     backward_time_s: NonNegativeFloat
+    weight_time_s: NonNegativeFloat = Field(default=0.0, exclude_if=lambda value: value == 0.0)
     recompute_time_s: NonNegativeFloat = 0.0
     tensor_parallel_time_s: NonNegativeFloat = 0.0
     send_time_s: NonNegativeFloat = 0.0
@@ -224,6 +235,51 @@ class RunnerUp(Record):
     reason: str
 
 
+def group_of_stage(schedule: Schedule, num_groups: int, stage: int) -> int:
+    """Return the device group of a stage: the groups in turn, but there and back again (a V) for zbv."""
+    turn, place = divmod(stage, num_groups)
+    return num_groups - 1 - place if schedule == "zbv" and turn % 2 else place
+
+
+def _grouping_problem(schedule: Schedule, stages: Sequence[Stage]) -> str | None:
+    """Return what keeps stages from being placed as the schedule needs it, or None."""
+    groups = list(dict.fromkeys(stage.gpus for stage in stages))
+    owner: dict[int, int] = {}
+    for index, gpus in enumerate(groups):
+        if len(set(gpus)) != len(gpus):
+            return f"GPU {next(gpu for gpu in gpus if gpus.count(gpu) > 1)} is in a stage twice"
+        for gpu in gpus:
+            if owner.setdefault(gpu, index) != index:
+                return f"GPU {gpu} is in two stages"
+    count, chunks = len(stages), len(stages) // len(groups)
+    fewest, most = FEWEST_CHUNKS[schedule], MOST_CHUNKS.get(schedule, len(stages))
+    if not fewest <= chunks <= most or chunks * len(groups) != count:
+        if most == 1:
+            twice = next(gpu for index, stage in enumerate(stages) for gpu in stage.gpus if index >= len(groups))
+            return f"GPU {twice} is in two stages, and schedule {schedule!r} runs one stage on each GPU"
+        needs = f"{fewest}" if fewest == most else f"{fewest} or more"
+        return (
+            f"schedule {schedule!r} needs {needs} stages on every device group, equally many on each; "
+            f"{count} stages are on {counted(len(groups), 'group')}"
+        )
+    for index, stage in enumerate(stages):
+        group = group_of_stage(schedule, len(groups), index)
+        first = stages[group]
+        if stage.gpus != groups[group]:
+            shape = "there and back again" if schedule == "zbv" else "the groups in turn"
+            return (
+                f"stage {index} is on GPU {stage.gpus[0]} ..., and schedule {schedule!r} places stages on {shape}: "
+                f"this one belongs to GPU {groups[group][0]} ..., beside stage {group}"
+            )
+        for key in ("tp_degree", "dp_degree", "shard_degree", "expert_degree", "context_degree"):
+            if getattr(stage, key) != getattr(first, key):
+                return (
+                    f"stages {group} and {index} share GPUs, but not {key}: {getattr(first, key)} and "
+                    f"{getattr(stage, key)}"
+                )
+    return None
+
+
 def coverage_problem(found: Sequence[str], layers: Sequence[str]) -> str | None:
     """Return what keeps the stages' layers `found` from being the model's `layers`, each once and in order; or None."""
     count = counted(len(layers), "layer")
@@ -246,6 +302,9 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 
 class Plan(Record):
     """A whole plan; valid once built.
+
+    `stages` are in the order of the model. A schedule with several chunks has as many stages on every device group:
+    stages of the same `gpus`, the group's chunks. See `group_of_stage` for which.
 
     `layers` are all layers of the model in their order, taken from the stages where it is left out: a plan edited by
     hand that lost one of them is refused, by name.
@@ -277,28 +336,39 @@ class Plan(Record):
                     f"{stage.microbatch_size} x dp_degree {stage.dp_degree} = {rows}, not global_batch_size "
                     f"{self.global_batch_size}"
                 )
-        used: dict[str, list[Any]] = {
-            "layer": [name for stage in self.stages for name in stage.layers],
-            "GPU": [gpu for stage in self.stages for gpu in stage.gpus],
-        }
-        for what, names in used.items():
-            if len(set(names)) != len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise ValueError(f"{what} {twice!r} is in two stages")
+        names = [name for stage in self.stages for name in stage.layers]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"layer {twice!r} is in two stages")
+        if problem := _grouping_problem(self.schedule, self.stages):
+            raise ValueError(problem)
         if not self.layers:
-            object.__setattr__(self, "layers", tuple(used["layer"]))
-        if problem := coverage_problem(used["layer"], self.layers):
+            object.__setattr__(self, "layers", tuple(names))
+        if problem := coverage_problem(names, self.layers):
             raise ValueError(f"the plan does not have every layer once: {problem}")
 
     @property
     def pp_degree(self) -> int:
-        """The number of stages."""
-        return len(self.stages)
+        """The number of device groups: of stages, where each group holds one."""
+        return len({stage.gpus for stage in self.stages})
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on each device group."""
+        return len(self.stages) // self.pp_degree
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of the stages of every device group, in the order in which the first stages are placed."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            found.setdefault(stage.gpus, []).append(index)
+        return tuple(map(tuple, found.values()))
 
     @property
     def num_gpus(self) -> int:
         """GPUs used."""
-        return sum(len(stage.gpus) for stage in self.stages)
+        return sum(len(self.stages[stages[0]].gpus) for stages in self.groups)
 
     @property
     def tp_degree(self) -> int:

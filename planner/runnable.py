@@ -1,14 +1,12 @@
 """What the runtime of an emitted plan can't run yet. Such plans are priced, shown and compared; no code is written."""
 
-from planner.plan import Plan, Schedule
-
-RUNNABLE_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+from planner.plan import EMITTED_SCHEDULES, Plan
 
 
 def unrunnable(plan: Plan) -> str | None:
     """Return what of a plan the runtime can't run yet, as the rest of 'the plan ...'; None where it can run it all."""
-    if plan.schedule not in RUNNABLE_SCHEDULES:
-        return f"has schedule {plan.schedule}; the runtime has {' and '.join(RUNNABLE_SCHEDULES)}"
+    if plan.schedule not in EMITTED_SCHEDULES:
+        return f"has schedule {plan.schedule}; the runtime has {' and '.join(EMITTED_SCHEDULES)}"
     for key in ("tp_degree", "dp_degree"):
         degrees = [getattr(stage, key) for stage in plan.stages]
         if len(set(degrees)) > 1:

@@ -11,7 +11,16 @@ from itertools import pairwise
 from planner.arguments import BatchInt, Ref
 from planner.cluster import Cluster, Gpu, Link, NodeGroup
 from planner.model_profile import Edge, Layer, LayerClass, LayerCost, ModelProfile, Parameter, Provenance
-from planner.plan import DataParallel, Optimizer, Origin, Plan, Precision, Schedule, Stage
+from planner.plan import (
+    DataParallel,
+    Optimizer,
+    Origin,
+    Plan,
+    Precision,
+    Schedule,
+    Stage,
+    group_of_stage,
+)
 from planner.program import Node, Program, Tensor
 from planner.sharding import CollectiveCall, ShardedParameter, Sharding
 
@@ -234,10 +243,12 @@ def make_plan(
     precision: Precision = "fp32",
     recompute: Sequence[str] = (),
     shardings: dict[str, str] | None = None,
+    groups: int | None = None,
 ) -> Plan:
-    """Return the plan with a new stage at every index in `cuts`."""
+    """Return the plan with a new stage at every index in `cuts`, on so many device groups: one of each, unless told."""
     names = [layer.name for layer in profile.layers]
     bounds = [0, *cuts, len(names)]
+    on = [group_of_stage(schedule, groups or len(cuts) + 1, stage) for stage in range(len(cuts) + 1)]
     return Plan(
         global_batch_size=m * rows * dp,
         num_microbatches=m,
@@ -254,7 +265,7 @@ def make_plan(
                 microbatch_size=rows,
                 recompute=tuple(name for name in names[first:stop] if name in recompute),
                 shardings=shardings or {},
-                gpus=tuple(range(s * tp * dp, (s + 1) * tp * dp)),
+                gpus=tuple(range(on[s] * tp * dp, (on[s] + 1) * tp * dp)),
             )
             for s, (first, stop) in enumerate(pairwise(bounds))
         ),

@@ -21,12 +21,12 @@ from planner.emitter.runtime.generators import _drawing_function, _seeded_genera
 from planner.emitter.runtime.stage import Output, PlanStage, Value, _map_tensors, layers
 from planner.emitter.source import helper_section
 from planner.model_file import model_hash as profiled_hash
-from planner.plan import SCHEDULES
-from planner.schedule import stage_actions as planned_actions
+from planner.plan import EMITTED_SCHEDULES
+from planner.schedule import group_actions as planned_actions
 from tests.zoo.randomness import SpecAugment, spans
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EMITTED_SCHEDULES)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 7])
 def test_actions_are_those_that_were_priced(schedule: str, num_stages: int, num_microbatches: int) -> None:

@@ -23,8 +23,8 @@ from planner.cluster import Cluster
 from planner.cost.simulation import Message, play
 from planner.errors import PlannerError, UsageError
 from planner.model_profile import Edge, LayerClass, ModelProfile
-from planner.plan import SCHEDULES, Plan, Schedule
-from planner.schedule import stage_actions
+from planner.plan import EMITTED_SCHEDULES, Plan, Schedule
+from planner.schedule import group_actions
 from planner.solver import Solution, SolveRequest, branch, recompute, solve
 from planner.solver.problem import Setting
 from planner.solver.recompute import RecomputeChoices
@@ -454,7 +454,7 @@ def test_few_ranks_stand_for_a_stage(node: int, tp: int, dp: int, first: int) ->
 
 
 @given(
-    st.sampled_from(SCHEDULES),
+    st.sampled_from(EMITTED_SCHEDULES),
     st.integers(1, 9),
     st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 5.0)), min_size=1, max_size=6),
 )
@@ -466,8 +466,8 @@ def test_no_chain_of_stages_is_faster_than_the_bound_on_their_waiting(
     messages = [Message(s, s + 1, 0.0, 0.0) for s in range(stages - 1)]
 
     def step_s(forward: list[float], backward: list[float]) -> float:
-        played = play(stage_actions(schedule, stages, count), forward, backward, messages, [0.0] * stages)
-        return max(played.stage_ends_s)
+        played = play(group_actions(schedule, stages, count), forward, backward, messages, [0.0] * stages)
+        return max(played.group_ends_s)
 
     factor = pipeline_factor(setting, 0.5)
     total = sum(map(sum, times))

@@ -10,15 +10,15 @@ from planner.cost.memory import input_bytes, stage_values
 from planner.cost.messages import stage_messages
 from planner.cost.parameters import ParameterCounts
 from planner.cost.places import DataRoutes, Places
-from planner.cost.stage import stage_elements, stage_memory, stage_times
+from planner.cost.stage import group_memory, stage_bytes, stage_elements, stage_times
 from planner.cost.states import COMPUTE_DTYPE, StateRules, memory_bytes_per_s
 from planner.cost.step import Event, PricedStages, all_events, finish_step, play_stages
 from planner.cost.ties import tied_sums
 from planner.errors import UsageError
 from planner.graph import shared_storages
 from planner.model_profile import ModelProfile
-from planner.plan import Plan, Prediction, Stage, StagePrediction, coverage_problem
-from planner.schedule import Action, stage_actions
+from planner.plan import SPLIT_SCHEDULES, MemoryUse, Plan, Prediction, Stage, StagePrediction, coverage_problem
+from planner.schedule import group_actions, held_at_once
 
 
 class Pricer:
@@ -41,7 +41,12 @@ class Pricer:
         if key not in self._numbers:
             found = layer_numbers(self.profile, self._classes[class_name], rows, tp_degree, sharding, route)
             speed = self.cluster.speed_fraction
-            self._numbers[key] = replace(found, forward_s=found.forward_s / speed, backward_s=found.backward_s / speed)
+            self._numbers[key] = replace(
+                found,
+                forward_s=found.forward_s / speed,
+                backward_s=found.backward_s / speed,
+                backward_weight_s=found.backward_weight_s / speed,
+            )
         return self._numbers[key]
 
     def layer_table(
@@ -99,21 +104,19 @@ class Pricer:
         priced = self._price(plan)
         step_s = finish_step(priced, play_stages(priced))[0]
         silent_s = finish_step(priced, play_stages(priced, comm=False), comm=False)[0]
-        m = plan.num_microbatches
-        tied_s = [sum(seconds for stages, seconds in priced.tied if s in stages) for s in range(plan.pp_degree)]
-        sends: list[float] = [0.0] * plan.pp_degree
+        m, num_stages, num_groups = plan.num_microbatches, len(plan.stages), len(priced.groups)
+        tied_s = [sum(seconds for stages, seconds in priced.tied if s in stages) for s in range(num_stages)]
+        sends: list[float] = [0.0] * num_stages
         for message in priced.messages:
             sends[message.source] += message.forward_busy_s + message.forward_latency_s
             if message.has_gradient:
                 sends[message.target] += message.backward_busy_s + message.backward_latency_s
-        counts = [
-            self.parameters.of_stage(first, stop, stage.tp_degree, stage.shardings)
-            for (first, stop), stage in zip(self._spans(plan), plan.stages, strict=True)
-        ]
+        split = plan.schedule in SPLIT_SCHEDULES
         stages = tuple(
             StagePrediction(
                 forward_time_s=t.forward_action_s(),
                 backward_time_s=t.backward_action_s(),
+                weight_time_s=t.weight_s if split else 0.0,
                 recompute_time_s=t.recompute_s,
                 tensor_parallel_time_s=t.forward_comm_s + t.backward_comm_s,
                 send_time_s=sends[index],
@@ -121,7 +124,7 @@ class Pricer:
                 optimizer_time_s=t.optimizer_s + t.cast_s,
                 busy_time_s=m * (t.forward_action_s() + t.backward_action_s())
                 + t.cast_s + t.gather_s + t.reduce_s + tied_s[index] + t.optimizer_s,
-                param_count=counts[index],
+                param_count=priced.param_counts[index],
                 memory=priced.memory[index],
             )
             for index, t in enumerate(priced.times)
@@ -132,9 +135,9 @@ class Pricer:
             samples_per_s=plan.global_batch_size / step_s if step_s else 0.0,
             tokens_per_s=plan.global_batch_size * self.profile.provenance.tokens_per_row / step_s if step_s else 0.0,
             mfu_fraction=self._mfu(plan, step_s),
-            bubble_fraction=min(1.0, max(0.0, 1.0 - busy / (plan.pp_degree * step_s))) if step_s else 0.0,
+            bubble_fraction=min(1.0, max(0.0, 1.0 - busy / (num_groups * step_s))) if step_s else 0.0,
             exposed_comm_time_s=max(0.0, step_s - silent_s),
-            bottleneck_stage=max(range(plan.pp_degree), key=lambda index: (stages[index].time_s, -index)),
+            bottleneck_stage=max(range(num_stages), key=lambda index: (stages[index].time_s, -index)),
             stages=stages,
             whole=tuple(self.parameters.whole_parts(plan.stages)),
         )
@@ -145,8 +148,9 @@ class Pricer:
 
     def _mfu(self, plan: Plan, step_s: float) -> float | None:
         """Return model FLOPs (three forwards of useful work, no recomputation) over what the GPUs could do; or None."""
+        gpus = [rank for stages in plan.groups for rank in plan.stages[stages[0]].gpus]
         total = 0.0
-        for name, count in self.places.count_types([rank for stage in plan.stages for rank in stage.gpus]).items():
+        for name, count in self.places.count_types(gpus).items():
             peak = self.cluster.gpus[name].peak_flops.get(COMPUTE_DTYPE[plan.precision])
             if not peak:
                 return None
@@ -157,34 +161,52 @@ class Pricer:
 
     def _price(self, plan: Plan) -> PricedStages:
         spans = self._spans(plan)
-        actions = stage_actions(plan.schedule, plan.pp_degree, plan.num_microbatches)
-        times, memory = [], []
-        for (first, stop), stage, todo in zip(spans, plan.stages, actions, strict=True):
+        groups, split = plan.groups, plan.schedule in SPLIT_SCHEDULES
+        setting = (plan.schedule, len(groups), plan.num_microbatches, plan.num_chunks)
+        beside = {stage: [spans[other] for other in stages if other != stage] for stages in groups for stage in stages}
+        times, held = [], []
+        for index, ((first, stop), stage) in enumerate(zip(spans, plan.stages, strict=True)):
             tp_route = self.tensor_route(stage.gpus, stage.tp_degree)
             layers = self.layer_table(stage.microbatch_size, stage.tp_degree, stage.shardings, tp_route)
             repeats = self.repeats(stage.tp_degree, stage.shardings, first)
             remade = frozenset(self.index_of[name] for name in stage.recompute)
             shards = stage.num_shards(plan.data_parallel)
             rules = StateRules(plan.optimizer, plan.precision, plan.data_parallel, stage.dp_degree, shards)
-            elements = stage_elements(layers, repeats, first, stop)
+            earlier = [span for span in beside[index] if span[0] < first]
+            elements = stage_elements(layers, repeats, first, stop, earlier)
             gpu = self._gpu(stage.gpus)
             values = stage_values(self.profile, stage.microbatch_size, first, stop)
+            sent = stage_values(self.profile, stage.microbatch_size, first, stop, beside[index])
             routes = self.data_routes(stage.gpus, stage.tp_degree, shards)
             times.append(
                 stage_times(layers, first, stop, remade, elements, rules, gpu, stage.tp_degree, tp_route, routes)
             )
-            memory.append(
-                stage_memory(
-                    layers, self.inputs(stage.microbatch_size), values, first, stop, remade, elements, rules,
-                    _most_in_flight(todo), self.cluster.memory_reserve,
+            held.append(
+                stage_bytes(
+                    layers, self.inputs(stage.microbatch_size), values, sent, first, stop, remade, elements, rules,
+                    split=split,
                 )
             )  # fmt: skip
+        memory: dict[int, MemoryUse] = {}
+        counts: dict[int, int] = {}
+        for stages, rows in zip(groups, held_at_once(*setting), strict=True):
+            used = group_memory([held[stage] for stage in stages], rows, self.cluster.memory_reserve, split=split)
+            chosen = {
+                layer: plan.stages[stage].shardings.get(self.profile.layers[layer].layer_class, REPLICATED)
+                for stage in stages
+                for layer in range(*spans[stage])
+            }
+            count = self.parameters.of_layers(chosen, plan.stages[stages[0]].tp_degree)
+            memory |= dict.fromkeys(stages, used)
+            counts |= dict.fromkeys(stages, count)
         return PricedStages(
             times=tuple(times),
-            memory=tuple(memory),
+            memory=tuple(memory[stage] for stage in range(len(spans))),
+            param_counts=tuple(counts[stage] for stage in range(len(spans))),
             messages=tuple(stage_messages(self.profile, plan.stages, self.places)),
             tied=tuple(tied_sums(self.profile, self.shared, plan, self.places)),
-            actions=actions,
+            actions=group_actions(*setting),
+            groups=groups,
         )
 
     def _spans(self, plan: Plan) -> list[tuple[int, int]]:
@@ -221,15 +243,6 @@ class Pricer:
     def _gpu(self, gpus: Sequence[int]) -> Gpu:
         """Return the slowest memory among a stage's GPUs: they finish together."""
         return min(self.places.gpus(gpus), key=memory_bytes_per_s)
-
-
-def _most_in_flight(actions: Sequence[Action]) -> int:
-    """Return the most microbatches between forward and backward at any time, by the stage's own list."""
-    held = most = 0
-    for action in actions:
-        held += 1 if action.kind == "F" else -1
-        most = max(most, held)
-    return most
 
 
 def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Prediction:

@@ -19,11 +19,13 @@ REPLICATED = "replicated"
 class LayerNumbers:
     """One layer for one microbatch: seconds of compute and of tensor-parallel collectives, bytes, parameter elements.
 
-    `partial` are the elements of replicated parameters whose gradients are summed over the tensor-parallel group.
+    `backward_weight_s` is what of `backward_s` the gradients of weights take. `partial` are the elements of replicated
+    parameters whose gradients are summed over the tensor-parallel group.
     """
 
     forward_s: float
     backward_s: float
+    backward_weight_s: float
     forward_comm_s: float
     backward_comm_s: float
     activation_bytes: int
@@ -97,6 +99,7 @@ def layer_numbers(
     return LayerNumbers(
         forward_s=at("forward_time_s"),
         backward_s=at("backward_input_time_s") + at("backward_weight_time_s"),
+        backward_weight_s=at("backward_weight_time_s"),
         forward_comm_s=comm["forward"],
         backward_comm_s=comm["backward"],
         activation_bytes=round(at("activation_bytes")),

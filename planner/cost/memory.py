@@ -3,10 +3,16 @@
 A layer keeps `activation_bytes` from its forward to its backward. Between two neighbours the tensor is the output of
 one and the input of the other: kept once, as large as what either saves. A recomputed layer keeps its inputs only,
 and has its activations again while its own backward runs. What a stage receives it holds as long as any of it.
+
+Where backwards are split, everything is kept until the gradients of weights are done, as Qi et al. do ("Zero Bubble
+Pipeline Parallelism", 2023), and what is recomputed for the gradient of inputs stays from then on.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost.layers import LayerNumbers
 from planner.model_profile import ModelProfile
@@ -39,15 +45,21 @@ def input_bytes(profile: ModelProfile, rows: int) -> tuple[int, ...]:
     return tuple(total)
 
 
-def stage_values(profile: ModelProfile, rows: int, first: int, stop: int) -> StageValues:
-    """Return what the stage of layers [first, stop) receives and sends."""
+def stage_values(
+    profile: ModelProfile, rows: int, first: int, stop: int, beside: Sequence[tuple[int, int]] = ()
+) -> StageValues:
+    """Return what the stage of layers [first, stop) receives and sends; nothing from and to the spans `beside` it."""
+
+    def near(layer: int) -> bool:
+        return any(start <= layer < end for start, end in beside)
+
     received = received_grad = sent = sent_grad = 0
     for edge in profile.edges:
         if edge.producer < first:
-            if any(first <= consumer < stop for consumer in edge.consumers):
+            if not near(edge.producer) and any(first <= consumer < stop for consumer in edge.consumers):
                 received += edge.num_bytes(rows)
                 received_grad += edge.num_bytes(rows) if edge.needs_grad else 0
-        elif edge.producer < stop <= edge.consumers[-1]:
+        elif edge.producer < stop <= edge.consumers[-1] and not all(near(c) for c in edge.consumers if c >= stop):
             sent += edge.num_bytes(rows)
             sent_grad += edge.num_bytes(rows) if edge.needs_grad else 0
     return StageValues(received, received_grad, sent, sent_grad)
@@ -74,3 +86,9 @@ def transient_bytes(layers: Sequence[LayerNumbers], first: int, stop: int, remad
         layers[index].transient_bytes + (layers[index].activation_bytes if index in remade else 0)
         for index in range(first, stop)
     )
+
+
+def held_bytes(rows: NDArray[np.int64], per_microbatch: Sequence[int]) -> int:
+    """Return the most that is held at once: the largest product of a row of counts with bytes per microbatch."""
+    large = sum(per_microbatch) * int(rows.max()) >= 2**62  # Python's own integers, where 64 bits might not do
+    return int((rows @ np.array(per_microbatch, dtype=object if large else np.int64)).max())

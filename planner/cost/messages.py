@@ -33,13 +33,13 @@ class Exchange:
 
 
 def stage_messages(profile: ModelProfile, stages: Sequence[Stage], places: Places) -> list[Message]:
-    """Return what goes from each stage to each later one, and the gradients that come back; ordered by stages."""
+    """Return what goes from each stage to later ones on other GPUs, and the gradients that come back; in order."""
     stage_of = [index for index, stage in enumerate(stages) for _ in stage.layers]
     edges: dict[tuple[int, int], list[Edge]] = {}
     for edge in profile.edges:
         source = stage_of[edge.producer]
         for target in dict.fromkeys(stage_of[consumer] for consumer in edge.consumers):
-            if target != source:
+            if stages[target].gpus != stages[source].gpus:  # stages of one device group hand over what they hold
                 edges.setdefault((source, target), []).append(edge)
     messages = []
     for (source, target), crossing in sorted(edges.items()):

@@ -32,16 +32,14 @@ class ParameterCounts:
             self._counts[key] = sum(seen.values())
         return self._counts[key]
 
-    def of_stage(self, first: int, stop: int, tp_degree: int, shardings: Mapping[str, str]) -> int:
-        """Return the elements on one GPU of the stage of layers [first, stop): what its layers share counts once."""
-        layers = self.profile.layers
-        chosen = [shardings.get(layers[index].layer_class, REPLICATED) for index in range(first, stop)]
-        total = sum(self.of_layer(first + i, tp_degree, name) for i, name in enumerate(chosen))
+    def of_layers(self, chosen: Mapping[int, str], tp_degree: int) -> int:
+        """Return the elements of layers on one GPU, of shardings by layer: what the layers share counts once."""
+        total = sum(self.of_layer(layer, tp_degree, name) for layer, name in chosen.items())
         for storage in self._shared:
-            inside = [(layer, name) for layer, name in storage.names if first <= layer < stop]
+            inside = [(layer, name) for layer, name in storage.names if layer in chosen]
             if len(inside) > 1:
                 layer, name = inside[0]
-                way = parameter_sharding(self.profile, layer, name, tp_degree, chosen[layer - first])
+                way = parameter_sharding(self.profile, layer, name, tp_degree, chosen[layer])
                 total -= (len(inside) - 1) * (storage.num_elements // (tp_degree if way is not None else 1))
         return total
 

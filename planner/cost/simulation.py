@@ -1,8 +1,9 @@
-"""The event simulation: plays the action list of every stage, with messages between them, and says when what happens.
+"""The event simulation: plays the action list of every group, with messages between stages, and says when what happens.
 
-A stage runs its actions in order, each as soon as the one before it is done and its messages have arrived. Messages
-leave when the action that makes them ends; one link carries those of a pair of stages and direction in order, each
-keeping it busy for bytes / bandwidth and arriving a latency later.
+A device group runs its actions in order, each as soon as the one before it is done and its messages have arrived.
+Messages leave when the action that makes them ends: values after a forward, gradients after a backward or, where it is
+split, after the gradient of inputs. One link carries those from one group to another in order, each keeping it busy for
+bytes / bandwidth and arriving a latency later. Between stages of one group there are none: its list has them in order.
 """
 
 from collections.abc import Sequence
@@ -26,15 +27,27 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Start and end of every action, per stage in the order of its list; seconds from the start of the step."""
+    """Start and end of every action, per group in the order of its list; seconds from the start of the step."""
 
     starts_s: tuple[tuple[float, ...], ...]
     ends_s: tuple[tuple[float, ...], ...]
 
     @property
-    def stage_ends_s(self) -> tuple[float, ...]:
-        """When each stage has run its last action."""
+    def group_ends_s(self) -> tuple[float, ...]:
+        """When each group has run its last action."""
         return tuple(ends[-1] for ends in self.ends_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mailbox:
+    """What one stage still waits for and what has arrived, by microbatch; of forwards or of backwards."""
+
+    group: int
+    missing: list[int]
+    arrived: list[float]
+
+
+_Sent = tuple[int, float, float, _Mailbox]  # link, busy, latency, where to
 
 
 def play(
@@ -43,61 +56,96 @@ def play(
     backward_s: Sequence[float],
     messages: Sequence[Message],
     ready_s: Sequence[float],
+    input_s: Sequence[float] = (),
+    weight_s: Sequence[float] = (),
 ) -> Played:
-    """Return when every action starts and ends; `ready_s` is when each stage may start at the earliest.
+    """Return when every action starts and ends; `ready_s` is when each group may start at the earliest.
 
-    ValueError where the lists wait for one another for ever.
+    Seconds are those of every stage: of its forward, its whole backward, and where backwards are split the gradients
+    of its inputs and of its weights. `messages` are those between stages of different groups. ValueError where the
+    lists wait for one another for ever.
     """
-    num_stages = len(actions)
+    num_groups, num_stages = len(actions), len(forward_s)
     num_microbatches = 1 + max(action.microbatch for action in actions[0])
-    sends: list[list[int]] = [[] for _ in range(num_stages)]
-    returns: list[list[int]] = [[] for _ in range(num_stages)]
-    for index, message in enumerate(messages):
-        sends[message.source].append(index)
+    group_of = _groups(actions, num_stages)
+    waiting = {"F": [0] * num_stages, "B": [0] * num_stages}
+    for message in messages:
+        waiting["F"][message.target] += 1
+        waiting["B"][message.source] += message.has_gradient
+    boxes = {
+        kind: [
+            _Mailbox(group_of[stage], [counts[stage]] * num_microbatches, [0.0] * num_microbatches)
+            for stage in range(num_stages)
+        ]
+        for kind, counts in waiting.items()
+    }
+    links: dict[tuple[int, int], int] = {}
+    sent: dict[str, list[list[_Sent]]] = {kind: [[] for _ in range(num_stages)] for kind in "FB"}
+    for message in messages:
+        source, target = group_of[message.source], group_of[message.target]
+        link = links.setdefault((source, target), len(links))
+        there = (link, message.forward_busy_s, message.forward_latency_s, boxes["F"][message.target])
+        sent["F"][message.source].append(there)
         if message.has_gradient:
-            returns[message.target].append(index)
-    waiting_forward = [[m.target == stage for m in messages].count(True) for stage in range(num_stages)]
-    waiting_backward = [len([i for i in sends[stage] if messages[i].has_gradient]) for stage in range(num_stages)]
-    missing = {
-        "F": [[waiting_forward[stage]] * num_microbatches for stage in range(num_stages)],
-        "B": [[waiting_backward[stage]] * num_microbatches for stage in range(num_stages)],
+            link = links.setdefault((target, source), len(links))
+            back = (link, message.backward_busy_s, message.backward_latency_s, boxes["B"][message.source])
+            sent["B"][message.target].append(back)
+    nothing = _Mailbox(-1, [0] * num_microbatches, [0.0] * num_microbatches)
+    does: dict[str, list[tuple[float, _Mailbox, list[_Sent]]]] = {
+        "F": list(zip(forward_s, boxes["F"], sent["F"], strict=True)),
+        "B": list(zip(backward_s, boxes["B"], sent["B"], strict=True)),
+        "I": list(zip(input_s, boxes["B"], sent["B"], strict=False)),
+        "W": [(seconds, nothing, []) for seconds in weight_s],
     }
-    arrived = {
-        "F": [[0.0] * num_microbatches for _ in range(num_stages)],
-        "B": [[0.0] * num_microbatches for _ in range(num_stages)],
-    }
-    link_free = {"F": [0.0] * len(messages), "B": [0.0] * len(messages)}
+    link_free = [0.0] * len(links)
     free = list(ready_s)
-    position = [0] * num_stages
-    starts: list[list[float]] = [[] for _ in range(num_stages)]
-    ends: list[list[float]] = [[] for _ in range(num_stages)]
-    pending = list(range(num_stages))
+    position = [0] * num_groups
+    starts: list[list[float]] = [[] for _ in range(num_groups)]
+    ends: list[list[float]] = [[] for _ in range(num_groups)]
+    pending = list(range(num_groups))
     while pending:
-        stage = pending.pop()
-        todo = actions[stage]
-        while position[stage] < len(todo):
-            action = todo[position[stage]]
-            kind, microbatch = action.kind, action.microbatch
-            if missing[kind][stage][microbatch]:
+        group = pending.pop()
+        todo, here, now = actions[group], position[group], free[group]
+        starts_here, ends_here = starts[group], ends[group]
+        while here < len(todo):
+            action = todo[here]
+            microbatch = action.microbatch
+            seconds, box, out = does[action.kind][action.stage]
+            if box.missing[microbatch]:
                 break
-            start = max(free[stage], arrived[kind][stage][microbatch])
-            end = start + (forward_s if kind == "F" else backward_s)[stage]
-            starts[stage].append(start)
-            ends[stage].append(end)
-            free[stage] = end
-            position[stage] += 1
-            for index in (sends if kind == "F" else returns)[stage]:
-                message = messages[index]
-                if kind == "F":
-                    other, busy, latency = message.target, message.forward_busy_s, message.forward_latency_s
-                else:
-                    other, busy, latency = message.source, message.backward_busy_s, message.backward_latency_s
-                sent = max(link_free[kind][index], end) + busy
-                link_free[kind][index] = sent
-                arrived[kind][other][microbatch] = max(arrived[kind][other][microbatch], sent + latency)
-                missing[kind][other][microbatch] -= 1
-                pending.append(other)
-    if any(position[stage] < len(actions[stage]) for stage in range(num_stages)):
-        stuck = next(stage for stage in range(num_stages) if position[stage] < len(actions[stage]))
-        raise ValueError(f"stage {stuck} waits for ever before {actions[stuck][position[stuck]]}")
+            came = box.arrived[microbatch]
+            if came > now:
+                now = came
+            starts_here.append(now)
+            now += seconds
+            ends_here.append(now)
+            here += 1
+            for link, busy, latency, to in out:
+                left = link_free[link]
+                left = (left if left > now else now) + busy
+                link_free[link] = left
+                left += latency
+                if left > to.arrived[microbatch]:
+                    to.arrived[microbatch] = left
+                to.missing[microbatch] -= 1
+                if not to.missing[microbatch]:
+                    pending.append(to.group)
+        position[group], free[group] = here, now
+    if any(position[group] < len(actions[group]) for group in range(num_groups)):
+        stuck = next(group for group in range(num_groups) if position[group] < len(actions[group]))
+        raise ValueError(f"group {stuck} waits for ever before {actions[stuck][position[stuck]]}")
     return Played(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+def _groups(actions: Sequence[Sequence[Action]], num_stages: int) -> list[int]:
+    """Return the group of every stage: the one whose list has it."""
+    found = [-1] * num_stages
+    for group, todo in enumerate(actions):
+        left = num_stages // len(actions)
+        for action in todo:
+            if found[action.stage] < 0:
+                found[action.stage] = group
+                left -= 1
+                if not left:
+                    break
+    return found

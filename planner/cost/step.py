@@ -1,4 +1,4 @@
-"""A step of priced stages: the actions played, then what every stage does after its last backward."""
+"""A step of priced stages: the actions played, then what every device group does after its last backward."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from planner.cost.stage import StageTimes
 from planner.plan import MemoryUse
 from planner.schedule import Action
 
-EventKind = Literal["F", "B", "prepare", "reduce", "tied", "optimizer"]
+EventKind = Literal["F", "B", "I", "W", "prepare", "reduce", "tied", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,18 @@ class PricedStages:
 
     times: tuple[StageTimes, ...]
     memory: tuple[MemoryUse, ...]
+    param_counts: tuple[int, ...]
     messages: tuple[Message, ...]
     tied: tuple[tuple[tuple[int, ...], float], ...]
     """(stages that hold a shared parameter, seconds of summing its gradients)"""
     actions: tuple[tuple[Action, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+    """the stages of every device group"""
+
+    def ready_s(self, group: int, *, comm: bool = True) -> float:
+        """Seconds in which a group prepares all its stages."""
+        own = [self.times[stage] for stage in self.groups[group]]
+        return sum(t.cast_s + (t.gather_s if comm else 0.0) for t in own)
 
 
 def play_stages(priced: PricedStages, *, comm: bool = True) -> Played:
@@ -44,30 +52,36 @@ def play_stages(priced: PricedStages, *, comm: bool = True) -> Played:
         [t.forward_action_s(comm=comm) for t in priced.times],
         [t.backward_action_s(comm=comm) for t in priced.times],
         messages,
-        [t.cast_s + (t.gather_s if comm else 0.0) for t in priced.times],
+        [priced.ready_s(group, comm=comm) for group in range(len(priced.groups))],
+        [t.input_action_s(comm=comm) for t in priced.times],
+        [t.weight_s for t in priced.times],
     )
 
 
 def finish_step(priced: PricedStages, played: Played, *, comm: bool = True) -> tuple[float, list[Event]]:
-    """Return the step time, and what every stage does after its last backward.
+    """Return the step time, and what every stage does after the last backward of its device group.
 
-    Gradients are reduced within the stage, then those of shared parameters summed between stages, in the order of the
-    groups; then the optimizer runs.
+    Gradients are reduced within the stage, then those of shared parameters summed between stages, in their order; then
+    the optimizer runs. Stages of one group take their turns.
     """
-    done = list(played.stage_ends_s)
+    done = list(played.group_ends_s)
+    group_of = {stage: group for group, stages in enumerate(priced.groups) for stage in stages}
     events: list[Event] = []
     for stage, t in enumerate(priced.times):
+        group = group_of[stage]
         seconds = t.reduce_s if comm else 0.0
         if seconds:
-            events.append(Event(stage, "reduce", -1, done[stage], done[stage] + seconds))
-            done[stage] += seconds
+            events.append(Event(stage, "reduce", -1, done[group], done[group] + seconds))
+            done[group] += seconds
     for stages, seconds in priced.tied:
-        start = max(done[stage] for stage in stages)
+        start = max(done[group_of[stage]] for stage in stages)
         for stage in stages:
-            done[stage] = start + (seconds if comm else 0.0)
-            events.append(Event(stage, "tied", -1, start, done[stage]))
+            done[group_of[stage]] = start + (seconds if comm else 0.0)
+            events.append(Event(stage, "tied", -1, start, done[group_of[stage]]))
     for stage, t in enumerate(priced.times):
-        events.append(Event(stage, "optimizer", -1, done[stage], done[stage] + t.optimizer_s))
+        group = group_of[stage]
+        events.append(Event(stage, "optimizer", -1, done[group], done[group] + t.optimizer_s))
+        done[group] += t.optimizer_s
     return max(event.end_s for event in events), events
 
 
@@ -75,12 +89,15 @@ def all_events(priced: PricedStages) -> list[Event]:
     """Return what the stages do, at which times."""
     played = play_stages(priced)
     events = finish_step(priced, played)[1]
-    for stage, actions in enumerate(priced.actions):
-        ready = priced.times[stage].cast_s + priced.times[stage].gather_s
-        if ready:
-            events.append(Event(stage, "prepare", -1, 0.0, ready))
+    for group, actions in enumerate(priced.actions):
+        ready = 0.0
+        for stage in priced.groups[group]:
+            seconds = priced.times[stage].cast_s + priced.times[stage].gather_s
+            if seconds:
+                events.append(Event(stage, "prepare", -1, ready, ready + seconds))
+            ready += seconds
         events.extend(
-            Event(stage, action.kind, action.microbatch, start, end)
-            for action, start, end in zip(actions, played.starts_s[stage], played.ends_s[stage], strict=True)
+            Event(action.stage, action.kind, action.microbatch, start, end)
+            for action, start, end in zip(actions, played.starts_s[group], played.ends_s[group], strict=True)
         )
     return events

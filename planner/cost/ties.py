@@ -45,7 +45,9 @@ def tied_sums(
                 f"layers {a!r} and {b!r} share parameter {storage.name!r}, which the plan divides differently",
                 hint="give both layers shardings that divide it the same way",
             )
-        holders = tuple(sorted({stage_of[layer] for layer in storage.layers}))
+        reading = sorted({stage_of[layer] for layer in storage.layers}, reverse=True)
+        # Stages on the same GPUs hold it once: the first of them stands for all.
+        holders = tuple(sorted({plan.stages[stage].gpus: stage for stage in reading}.values()))
         if not storage.trainable or len(holders) == 1:
             continue
         divided = {

@@ -4,8 +4,10 @@ import re
 from itertools import pairwise
 
 from planner.emitter.source import emit
+from planner.errors import EmitError
 from planner.model_profile import LayerClass, ModelProfile
 from planner.plan import Plan, Stage
+from planner.runnable import unrunnable
 
 MAX_MICROBATCHES = 4
 MAX_MICROBATCH_SIZE = 2
@@ -17,6 +19,8 @@ def make_twin(plan: Plan, profile: ModelProfile, num_processes: int) -> tuple[st
     Degrees are capped at two where they are more than one; the cuts are of the kinds that the plan has, as far as the
     number of stages goes. What can't be kept is listed.
     """
+    if problem := unrunnable(plan):
+        raise EmitError(f"no smaller plan can be made of this one: it {problem}", hint="solve without --theoretical")
     pp_degree, tp_degree, dp_degree = _degrees(plan, num_processes, len(profile.layers))
     wanted = list(dict.fromkeys(_cut_kinds([list(stage.layers) for stage in plan.stages])))
     names = [layer.name for layer in profile.layers]

@@ -9,7 +9,7 @@ messages between stages are left out.
 
 from planner.cost.simulation import Message, play
 from planner.plan import Plan
-from planner.schedule import stage_actions
+from planner.schedule import group_actions
 
 WIDTH = 100
 LEAST_SHOWN = 8  # microbatches, or twice the stages: beyond, the picture shows the beginning only
@@ -20,7 +20,7 @@ def timeline(plan: Plan, *, width: int = WIDTH) -> str:
     assert plan.prediction is not None
     stages = plan.prediction.stages
     shown = min(plan.num_microbatches, max(2 * plan.pp_degree, LEAST_SHOWN))
-    actions = stage_actions(plan.schedule, plan.pp_degree, shown)
+    actions = group_actions(plan.schedule, plan.pp_degree, shown)
     played = play(
         actions,
         [stage.forward_time_s for stage in stages],
@@ -28,7 +28,7 @@ def timeline(plan: Plan, *, width: int = WIDTH) -> str:
         [Message(s, s + 1, 0.0, 0.0) for s in range(plan.pp_degree - 1)],
         [0.0] * plan.pp_degree,
     )
-    end = max(played.stage_ends_s)
+    end = max(played.group_ends_s)
     lines = []
     for s, todo in enumerate(actions):
         cells = [" "] * width

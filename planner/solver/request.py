@@ -8,10 +8,10 @@ from typing import Literal
 
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
-from planner.plan import DATA_PARALLEL_MODES, SCHEDULES, Optimizer, Precision
+from planner.plan import DATA_PARALLEL_MODES, EMITTED_SCHEDULES, Optimizer, Precision
 
 COUNTS = ("pp_degree", "tp_degree", "dp_degree", "microbatch_size", "num_microbatches", "num_gpus")
-WORDS: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "data_parallel": DATA_PARALLEL_MODES}
+WORDS: dict[str, tuple[str, ...]] = {"schedule": EMITTED_SCHEDULES, "data_parallel": DATA_PARALLEL_MODES}
 MAX_NUM_GPUS = 1_000_000
 MAX_GLOBAL_BATCH_SIZE = 1_000_000_000
 MAX_DIGITS = 18  # of a count: no pin is larger, and Python converts no text of thousands of digits

@@ -27,7 +27,7 @@ from planner.cluster import Cluster
 from planner.cost.communication import Route
 from planner.cost.evaluate import Pricer
 from planner.cost.layers import REPLICATED, LayerNumbers, parameter_sharding, tie_conflict
-from planner.plan import DATA_PARALLEL_MODES, SCHEDULES
+from planner.plan import DATA_PARALLEL_MODES, EMITTED_SCHEDULES
 from planner.solver.limits import Limits
 from planner.solver.problem import Setting
 from planner.solver.request import Pins, SolveRequest
@@ -133,7 +133,7 @@ class Space:
         for pp, tp, dp in self.degrees():
             if self.request.global_batch_size % dp:
                 continue
-            schedules = [s for s in SCHEDULES if self.admits("schedule", s)]
+            schedules = [s for s in EMITTED_SCHEDULES if self.admits("schedule", s)]
             modes = [d for d in DATA_PARALLEL_MODES if self.admits("data_parallel", d)]
             # One stage runs the same whatever the schedule, and holds less under 1f1b; one replica shards nothing.
             schedules = schedules[:1] if pp == 1 else schedules
@@ -153,7 +153,7 @@ class Space:
                             pp_degree=pp,
                             tp_degree=tp,
                             num_microbatches=m,
-                            schedule_rank=SCHEDULES.index(schedule),
+                            schedule_rank=EMITTED_SCHEDULES.index(schedule),
                             data_parallel_rank=DATA_PARALLEL_MODES.index(mode),
                             shardings=(),
                             dp_degree=dp,

@@ -20,6 +20,8 @@ def stage_actions(schedule: str, stage: int, num_stages: int, num_microbatches: 
 
     1F1B (PipeDream-flush, Narayanan et al. 2021): as many forwards ahead as there are stages behind, then in turn.
     """
+    if schedule not in ("1f1b", "gpipe"):
+        raise PlanError(f"schedule {schedule!r} can't be run by this plan.py, only 1f1b and gpipe\nhint: solve again")
     ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
     actions = [("F", microbatch) for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
