@@ -220,7 +220,7 @@ class SolverReport(Record):
 
 
 class RunnerUp(Record):
-    """Another plan that was considered, and why it lost."""
+    """The best plan of other decisions, by how much it may be from that, and why it lost to the plan itself."""
 
     summary: str
     pp_degree: PositiveInt
@@ -231,6 +231,7 @@ class RunnerUp(Record):
     schedule: Schedule
     data_parallel: DataParallel
     step_time_s: NonNegativeFloat
+    gap_fraction: NonNegativeFloat = 0.0
     peak_bytes: NonNegativeInt
     reason: str
 

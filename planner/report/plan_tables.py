@@ -181,8 +181,9 @@ def runners_up_table(plan: Plan) -> Table:
     for name, justify in (("plan", "left"), ("step", "right"), ("peak memory", "right"), ("why it lost", "left")):
         table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
     for other in plan.runners_up:
+        unsure = f" (the best of its kind within {percent(other.gap_fraction)})" if other.gap_fraction else ""
         table.add_row(
-            other.summary, format_seconds(other.step_time_s), format_bytes(other.peak_bytes), other.reason
+            other.summary, format_seconds(other.step_time_s), format_bytes(other.peak_bytes), f"{other.reason}{unsure}"
         )  # fmt: skip
     return table
 

@@ -34,6 +34,12 @@ class Found:
     outcome: Outcome
 
     @property
+    def is_proven(self) -> bool:
+        """Whether the search went to its end: nothing beats the plan, or, without one, what was to beat."""
+        known_s = self.outcome.incumbent.step_time_s
+        return self.lower_bound_s >= known_s * (1 - GAP_OF_OPTIMAL)
+
+    @property
     def gap_fraction(self) -> float:
         """(step time - lower bound) / lower bound; 0 where the plan is the best one."""
         if self.plan is None or not self.lower_bound_s:

@@ -1,55 +1,106 @@
-"""The plans that lost, and why."""
+"""The plans that lost, and why: of really different decisions, each the best of its kind.
 
-from planner.plan import Plan, RunnerUp
-from planner.solver.branch import Branch
+Plans differ where their degrees (pp, tp, dp) do; another microbatch or another cut is no other plan. So the first
+runner-up is the best plan of all degrees but the winner's, the second of all but theirs, and so on: each is found by a
+search of its own, with its own gap. Where degrees run out, schedules and modes of data parallelism are told apart.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.plan import Origin, Plan, RunnerUp
 from planner.solver.differences import SAME, reason, slower_fraction, step_time_s, summary
-from planner.solver.search import Outcome, offer_first_plans
+from planner.solver.find import Found, find, silent
+from planner.solver.request import WORDS, Pins
+from planner.solver.search import Progress
+from planner.solver.space import Space
 
-MAX_PRICED = 40  # settings that the search dropped, priced only to be shown
+MAX_NODES = 500  # of one search
+
+Degrees = tuple[int, int, int]
 
 
-def runners_up(outcome: Outcome, top: int) -> tuple[RunnerUp, ...]:
-    """Return the best plans of other degrees than the winner's, then of other settings; best first.
+def runners_up(
+    space: Space,
+    origin: Origin,
+    winner: Found,
+    top: int,
+    *,
+    progress: Progress = silent,
+    time_limit_s: float | None = None,
+) -> tuple[RunnerUp, ...]:
+    """Return the `top` best plans of other decisions than the winner's: of other degrees first, the best of them first.
 
-    Where the search priced too few, the best-bounded of those it dropped are priced now. A runner-up is the best plan
-    that was priced for its degrees; only the winner is proven best.
+    A search that was ended is followed by no other: then those are shown that it had priced.
     """
-    best = outcome.incumbent.best
+    best = winner.plan
     if best is None or top < 1:
         return ()
-    for _, setting in outcome.waiting[:MAX_PRICED]:
-        if len(_by_degrees(outcome)) > top:
+    others: list[tuple[Plan, float]] = []
+    if winner.is_proven:
+        deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        for label, other in _others(space, best, others, top):
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            found = find(
+                other,
+                origin,
+                progress=lambda _, done, total, label=label: progress(label, done, total),  # type: ignore[misc]
+                time_limit_s=left_s,
+                max_nodes=MAX_NODES,
+            )
+            known = {_degrees(plan) for plan in (best, *(plan for plan, _ in others))}
+            if found.plan is not None and (_degrees(found.plan) not in known or other.pins != space.pins):
+                others.append((found.plan, found.gap_fraction))
+            if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
+                break  # its time is up, or people want no more
+    else:
+        others += [(plan, 0.0) for plan in _priced(winner, best)]
+    others.sort(key=lambda item: (_degrees(item[0]) == _degrees(best), step_time_s(item[0])))
+    return tuple(_runner_up(plan, gap, best) for plan, gap in others[:top])
+
+
+def _others(space: Space, best: Plan, found: list[tuple[Plan, float]], top: int) -> Iterator[tuple[str, Space]]:
+    """Yield spaces without the best plans so far, `found` among them; then those of the best one's degrees."""
+    passed = {_degrees(best)}
+    while len(found) < top:
+        count = len(found)
+        yield f"runner-up {count + 1}", replace(space, passed_over=frozenset(passed))
+        if len(found) == count:
             break
-        if setting not in outcome.incumbent.by_setting:
-            branch = Branch(outcome.incumbent.problems.of(setting))
-            if branch.root_bound < float("inf"):
-                offer_first_plans(branch, outcome.incumbent)
-    others = [plan for key, plan in _by_degrees(outcome).items() if key != _degrees(best)]
-    others.sort(key=step_time_s)
-    shown = {_decisions(plan) for plan in (best, *others)}
-    for plan in sorted(outcome.incumbent.by_setting.values(), key=step_time_s):
-        if _decisions(plan) not in shown:
-            shown.add(_decisions(plan))
-            others.append(plan)
-    return tuple(_runner_up(plan, best) for plan in others[:top])
+        passed.add(_degrees(found[-1][0]))
+    if len(found) == top:
+        return
+    pins = {key: frozenset([getattr(best, key)]) for key in ("pp_degree", "tp_degree", "dp_degree")}
+    for schedule in WORDS["schedule"] if best.pp_degree > 1 else (best.schedule,):
+        for mode in WORDS["data_parallel"] if best.dp_degree > 1 else (best.data_parallel,):
+            free = space.admits("schedule", schedule) and space.admits("data_parallel", mode)
+            if free and (schedule, mode) != (best.schedule, best.data_parallel):
+                words = {"schedule": frozenset([schedule]), "data_parallel": frozenset([mode])}
+                yield f"{schedule}, {mode}", replace(space, pins=_pinned(space.pins, pins, words))
 
 
-def _degrees(plan: Plan) -> tuple[int, int, int]:
+def _pinned(pins: Pins, values: dict[str, frozenset[int]], words: dict[str, frozenset[str]]) -> Pins:
+    return replace(pins, values=pins.values | values, words=pins.words | words)
+
+
+def _degrees(plan: Plan) -> Degrees:
     return plan.pp_degree, plan.tp_degree, plan.dp_degree
 
 
-def _decisions(plan: Plan) -> tuple[object, ...]:
-    return *_degrees(plan), plan.num_microbatches, plan.schedule, plan.data_parallel
+def _priced(winner: Found, best: Plan) -> list[Plan]:
+    """Return the fastest plan that the search happened to price for each of the other degrees, best first."""
+    found: dict[Degrees, Plan] = {}
+    priced = winner.outcome.incumbent.by_setting
+    for _, plan in sorted(priced.items(), key=lambda item: (step_time_s(item[1]), item[0])):
+        if _degrees(plan) != _degrees(best):
+            found.setdefault(_degrees(plan), plan)
+    return list(found.values())
 
 
-def _by_degrees(outcome: Outcome) -> dict[tuple[int, int, int], Plan]:
-    found: dict[tuple[int, int, int], Plan] = {}
-    for _, plan in sorted(outcome.incumbent.by_setting.items(), key=lambda item: (step_time_s(item[1]), item[0])):
-        found.setdefault(_degrees(plan), plan)
-    return found
-
-
-def _runner_up(plan: Plan, best: Plan) -> RunnerUp:
+def _runner_up(plan: Plan, gap: float, best: Plan) -> RunnerUp:
     assert plan.prediction is not None
     return RunnerUp(
         summary=summary(plan),
@@ -61,6 +112,7 @@ def _runner_up(plan: Plan, best: Plan) -> RunnerUp:
         schedule=plan.schedule,
         data_parallel=plan.data_parallel,
         step_time_s=plan.prediction.step_time_s,
+        gap_fraction=gap,
         peak_bytes=plan.prediction.peak_bytes,
         reason="as fast; less regular" if slower_fraction(plan, best) < SAME else reason(plan, best),
     )

@@ -1,5 +1,7 @@
 """`solve`: the fastest plan within memory, with its proof; or why there is none."""
 
+import time
+
 from planner.cluster import Cluster
 from planner.errors import PlannerError
 from planner.model_profile import ModelProfile
@@ -26,6 +28,7 @@ def solve(
     search, and 'infeasible' with the conflict and verified repairs where no plan exists. UsageError where the request
     does not fit the profile or the cluster.
     """
+    started = time.monotonic()
     space = make_space(profile, cluster, request)
     found = find(space, origin, progress=progress, time_limit_s=request.time_limit_s)
     outcome = found.outcome
@@ -60,7 +63,8 @@ def solve(
             theoretical=request.theoretical,
         ),
     )
-    others = runners_up(outcome, request.top)
+    left_s = None if request.time_limit_s is None else max(0.0, started + request.time_limit_s - time.monotonic())
+    others = runners_up(space, origin, found, request.top, progress=progress, time_limit_s=left_s)
     return Solution(
         status=report.status,
         plan=best.model_copy(update={"solver": report, "runners_up": others}),

@@ -62,6 +62,8 @@ class Space:
     pins: Pins
     exclusions: Pins
     limits: Limits = field(default_factory=Limits)
+    passed_over: frozenset[tuple[int, int, int]] = frozenset()
+    """degrees (pp, tp, dp) that are left out: those of better plans, where the next best is asked for"""
     _routes: dict[tuple[int, int, int], "StageRoutes"] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -118,6 +120,8 @@ class Space:
                 continue
             for pp in divisors(num_gpus // tp):
                 dp = num_gpus // tp // pp
+                if (pp, tp, dp) in self.passed_over:
+                    continue
                 if pp > num_layers or not (self.admits("pp_degree", pp) and self.admits("dp_degree", dp)):
                     continue
                 if dp > 1 and self.carried is not None:
