@@ -80,7 +80,8 @@ class LayerCost(Record):
 
     `activation_bytes` is saved for backward beside the layer's own inputs and outputs; `saved_input_bytes` and
     `saved_output_bytes` are those of them that are saved too. `transient_bytes` live only while the layer runs (the
-    larger of forward and backward). `spread_fraction` is the interquartile range over the median of the repeats.
+    larger of forward and backward). `launches` are kernels, of forward, input gradients and weight gradients; 0 where
+    not counted. `spread_fraction` is the interquartile range over the median of the repeats.
     """
 
     microbatch_size: PositiveInt
@@ -96,6 +97,7 @@ class LayerCost(Record):
     param_bytes: ByteCount
     trainable_param_count: NonNegativeInt
     forward_flops: NonNegativeFloat
+    launches: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] = (0, 0, 0)
     source: Source
     spread_fraction: NonNegativeFloat = 0.0
     num_repeats: NonNegativeInt = 0
@@ -120,6 +122,7 @@ class WholeAt(Record):
 class LayerClass(Record):
     """Layers that are the same computation: measured once. `body` is the module's own forward, opened once.
 
+    `costs` are on the GPU type of the profile, `costs_by_gpu` on others by their names, where profiles were merged.
     `signature` maps the parameters of the module's forward to the arguments it is called with, as the body's inputs.
     """
 
@@ -130,10 +133,11 @@ class LayerClass(Record):
     shardings: tuple[Sharding, ...] = ()
     whole: tuple[WholeAt, ...] = ()
     costs: tuple[LayerCost, ...]
+    costs_by_gpu: dict[PlainText, tuple[LayerCost, ...]] = {}
 
     def model_post_init(self, context: Any) -> None:
         """Refuse a signature that is none, a body that its parts do not fit, and a class without costs."""
-        if not self.costs:
+        if not self.costs or not all(self.costs_by_gpu.values()):
             raise ValueError(f"layer class {self.name!r} has no costs; a missing number is not a zero")
         if not isinstance(self.signature, tuple) or any(
             not isinstance(pair, tuple) or len(pair) != 2 for pair in self.signature

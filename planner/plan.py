@@ -37,6 +37,10 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
+def _is_empty(value: str | tuple[str, ...]) -> bool:
+    return not value
+
+
 def _is_one(value: object) -> bool:
     return value == 1
 
@@ -62,7 +66,8 @@ class StagePrediction(Record):
     """What `cost.evaluate` says of one stage; times are per microbatch except those per step.
 
     `param_count` is the number of parameters that one GPU computes with, before data parallelism shards them. It and
-    `memory` are those of a GPU: where a device group holds several stages, of all of them, the same in each.
+    `memory` are those of a GPU: where a device group holds several stages, of all of them, the same in each. `gpu`
+    names the type of the stage's GPUs where those of the plan are of several.
     `weight_time_s` is what of the backward runs apart from the rest, after it: 0 where backwards are whole.
     """
 
@@ -77,6 +82,7 @@ class StagePrediction(Record):
     busy_time_s: NonNegativeFloat
     param_count: NonNegativeInt = 0
     memory: MemoryUse
+    gpu: str = Field(default="", exclude_if=_is_empty)
 
     @property
     def time_s(self) -> float:
@@ -174,7 +180,7 @@ class Stage(Record):
 
 
 class Origin(Record):
-    """Paths and hashes of what a plan was made from."""
+    """Paths and hashes of what a plan was made from; `scaled_gpus` are types whose times no profile has."""
 
     model_path: str
     model_hash: str
@@ -188,6 +194,7 @@ class Origin(Record):
     cluster_path: str = ""
     torch_version: str
     planner_version: str
+    scaled_gpus: tuple[str, ...] = Field(default=(), exclude_if=_is_empty)
 
 
 class Asked(Record):

@@ -21,4 +21,7 @@ def unrunnable(plan: Plan) -> str | None:
         for key in ("expert_degree", "context_degree"):
             if getattr(stage, key) > 1:
                 return f"has {key} {getattr(stage, key)} on stage {index}"
+    types = dict.fromkeys(stage.gpu for stage in plan.prediction.stages) if plan.prediction else {}
+    if len(types) > 1 or any(" + " in name for name in types):
+        return f"runs on GPUs of several types ({', '.join(types)})"
     return None

@@ -1,6 +1,7 @@
 """What `solve` starts from: the newest profile, and the cluster to plan for, each told with where it comes from."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,37 +19,65 @@ SAMPLES_PER_GPU = 8  # of a step, unless told otherwise
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileFile:
-    """A profile, the file it was read from, and how it was chosen."""
+    """A profile, its file and the `others` merged into it, with hashes, how it was chosen, and how all are told."""
 
     profile: ModelProfile
     path: Path
     hash: str
     chosen: str
+    shown: str
+    others: tuple[Path, ...] = ()
+
+    @property
+    def paths(self) -> str:
+        """All files, as a plan names them."""
+        return " + ".join(map(str, (self.path, *self.others)))
 
 
-def load_profile(path: Path | None) -> ProfileFile:
-    """Return the profile in a file, by default the newest in profiles/; UsageError where there is none."""
+def load_profile(path: Path | Sequence[Path] | None) -> ProfileFile:
+    """Return the profile in a file, by default the newest in profiles/; UsageError where there is none.
+
+    Several files are profiles of one model on several GPU types: the first one's, with the others' costs beside.
+    """
     chosen = ""
-    if path is None:
+    paths = [path] if isinstance(path, Path) else list(path or ())
+    if not paths:
         found = sorted(PROFILES_FOLDER.glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
         if not found:
             raise UsageError(
                 f"no profile in {PROFILES_FOLDER}/",
                 hint="make one with `planner profile MODEL`, or give --profile FILE",
             )
-        path = found[-1]
+        paths = found[-1:]
         chosen = f"the newest in {PROFILES_FOLDER}/"
-    profile = read_profile(path)
-    content = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return ProfileFile(profile=profile, path=path, hash=content, chosen=chosen)
+    profiles = [read_profile(file) for file in paths]
+    hashes = [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in paths]
+    merged = profiles[0]
+    if len(profiles) > 1:
+        from planner.merged_profile import merge_profiles
+
+        merged = merge_profiles(profiles)
+    shown = ", ".join(f"{file} ({_described(profile, chosen)})" for file, profile in zip(paths, profiles, strict=True))
+    return ProfileFile(
+        profile=merged,
+        path=paths[0],
+        hash="+".join(hashes),
+        chosen=chosen,
+        shown=shown,
+        others=tuple(paths[1:]),
+    )
+
+
+def _described(profile: ModelProfile, chosen: str) -> str:
+    origin = profile.provenance
+    how = f"computed for {origin.gpu}" if origin.gpu else f"measured on {origin.device}"
+    how = f"imported from {origin.imported_from}" if origin.imported_from else how
+    return ", ".join(part for part in (chosen, how, origin.dtype) if part)
 
 
 def describe_profile(file: ProfileFile) -> str:
     """Return a line for people: which profile, of what, from where."""
-    origin = file.profile.provenance
-    how = f"computed for {origin.gpu}" if origin.gpu else f"measured on {origin.device}"
-    how = f"imported from {origin.imported_from}" if origin.imported_from else how
-    return f"profile: {file.path} ({', '.join(part for part in (file.chosen, how, origin.dtype) if part)})"
+    return f"profile: {file.shown}"
 
 
 def choose_cluster(name: str | None, num_gpus: int, profile: ModelProfile) -> Cluster:
@@ -108,9 +137,16 @@ def describe_cluster(cluster: Cluster, *, assumed: bool) -> str:
 
 def device_mismatch(profile: ModelProfile, cluster: Cluster) -> str | None:
     """Return a warning where the profile's times are of another device than the cluster's; None where they agree."""
+    from planner.cost.gpu_types import scaled_types
+
     profiled = profiled_gpu(profile) or profile.provenance.device
     planned = sorted({group.gpu for group in cluster.node_groups})
-    if planned == [profiled]:
+    if scaled := scaled_types(profile, cluster):
+        return (
+            f"times on {', '.join(scaled)} are scaled by roofline from those of {profiled}: "
+            f"profile with --gpu {scaled[0]} and give both with --profile for better ones"
+        )
+    if planned == [profiled] or profile.layer_classes[0].costs_by_gpu:
         return None
     return (
         f"the profile's times are of {profiled}, the cluster's GPUs are {', '.join(planned)}: times are not converted"
@@ -125,17 +161,20 @@ def choose_precision(profile: ModelProfile) -> Precision:
 def plan_origin(file: ProfileFile, cluster: Cluster, name: str | None) -> Origin:
     """Return what a plan is made from; `name` is the cluster's as given."""
     provenance = file.profile.provenance
+    from planner.cost.gpu_types import scaled_types
+
     return Origin(
         model_path=provenance.model_path,
         model_hash=provenance.model_hash,
         build_function=provenance.build_function,
         inputs_function=provenance.inputs_function,
         tp_rules=provenance.tp_rules,
-        profile_path=str(file.path),
+        profile_path=file.paths,
         profile_hash=file.hash,
         cluster=cluster.name,
         cluster_hash=cluster_hash(cluster),
         cluster_path=cluster_path(name),
         torch_version=provenance.torch_version,
         planner_version=__version__,
+        scaled_gpus=scaled_types(file.profile, cluster),
     )

@@ -1,6 +1,5 @@
 """What a plan was made from: its profile and its cluster, found again."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,15 +28,16 @@ def profile_of(plans: Sequence[tuple[str, Plan]], given: Path | None) -> Profile
                 f"{other.profile_path} ({other.profile_hash}): their times don't compare",
                 hint="give --profile FILE to price all of them on one profile",
             )
-    path = Path(origin.profile_path)
-    if not path.exists():
+    paths = [Path(text) for text in origin.profile_path.split(" + ")]  # see `ProfileFile.paths`
+    if missing := [path for path in paths if not path.exists()]:
         raise UsageError(
-            f"{first} was made from profile {origin.profile_path!r}, which is not there",
+            f"{first} was made from profile {str(missing[0])!r}, which is not there",
             hint="give --profile FILE, or run this where `planner solve` was run",
         )
-    if hashlib.sha256(path.read_bytes()).hexdigest()[:16] != origin.profile_hash:
-        say(f"warning: {path} has changed since {first} was made: priced by what it holds now")
-    return load_profile(path)
+    file = load_profile(paths)
+    if file.hash != origin.profile_hash:
+        say(f"warning: {file.paths} has changed since {first} was made: priced by what it holds now")
+    return file
 
 
 def cluster_of(

@@ -32,7 +32,10 @@ MANY_GPUS, MANY_GPUS_LIMIT_S = 16384, 60.0  # more are searched for this long, u
 
 def solve(
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="How many GPUs to plan for.")],
-    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="The profile (the newest in profiles/).")] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="The profile (the newest in profiles/); one for each GPU type. Repeatable."),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="h100-sxm or another shipped name, or a .toml (the profile's GPUs)."),

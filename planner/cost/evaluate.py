@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from planner.cluster import Cluster, Gpu
 from planner.cost.communication import Route
+from planner.cost.gpu_types import GpuCosts, slowest_numbers
 from planner.cost.layers import REPLICATED, LayerNumbers, layer_numbers, parameter_sharding
 from planner.cost.memory import input_bytes, stage_values
 from planner.cost.messages import stage_messages
@@ -31,15 +32,21 @@ class Pricer:
         self.shared = shared_storages(profile)
         self.index_of = {layer.name: index for index, layer in enumerate(profile.layers)}
         self._classes = {layer_class.name: layer_class for layer_class in profile.layer_classes}
-        self._numbers: dict[tuple[str, int, int, str, Route], LayerNumbers] = {}
+        self._gpu_costs = GpuCosts(profile, cluster)
+        self._numbers: dict[tuple[str, int, int, str, Route, str], LayerNumbers] = {}
         self._inputs: dict[int, tuple[int, ...]] = {}
         self.parameters = ParameterCounts(profile, self.shared)
 
-    def numbers(self, class_name: str, rows: int, tp_degree: int, sharding: str, route: Route) -> LayerNumbers:
-        """Return what a layer of that class costs."""
-        key = (class_name, rows, tp_degree, sharding, route)
+    def numbers(
+        self, class_name: str, rows: int, tp_degree: int, sharding: str, route: Route, gpu: str | None = None
+    ) -> LayerNumbers:
+        """Return what a layer of that class costs on a GPU type, by default the cluster's first."""
+        gpu = gpu or self.cluster.node_groups[0].gpu
+        key = (class_name, rows, tp_degree, sharding, route, gpu)
         if key not in self._numbers:
-            found = layer_numbers(self.profile, self._classes[class_name], rows, tp_degree, sharding, route)
+            layer_class = self._classes[class_name]
+            known = self._gpu_costs.costs(layer_class, gpu)
+            found = layer_numbers(self.profile, layer_class, rows, tp_degree, sharding, route, known)
             speed = self.cluster.speed_fraction
             self._numbers[key] = replace(
                 found,
@@ -50,11 +57,20 @@ class Pricer:
         return self._numbers[key]
 
     def layer_table(
-        self, rows: int, tp_degree: int, shardings: Mapping[str, str], route: Route
+        self, rows: int, tp_degree: int, shardings: Mapping[str, str], route: Route, gpus: Sequence[str] = ()
     ) -> tuple[LayerNumbers, ...]:
-        """Return what every layer costs; `shardings` maps classes to names, others are replicated."""
+        """Return what every layer costs; `shardings` maps classes to names, others are replicated.
+
+        `gpus` are the types of the GPUs that work in step, by default the cluster's first: the slowest counts.
+        """
         by_class = {
-            name: self.numbers(name, rows, tp_degree, shardings.get(name, REPLICATED), route) for name in self._classes
+            name: slowest_numbers(
+                [
+                    self.numbers(name, rows, tp_degree, shardings.get(name, REPLICATED), route, gpu)
+                    for gpu in gpus or (None,)
+                ]
+            )
+            for name in self._classes
         }
         return tuple(by_class[layer.layer_class] for layer in self.profile.layers)
 
@@ -112,6 +128,7 @@ class Pricer:
             if message.has_gradient:
                 sends[message.target] += message.backward_busy_s + message.backward_latency_s
         split = plan.schedule in SPLIT_SCHEDULES
+        types = [tuple(self.places.count_types(stage.gpus)) for stage in plan.stages]
         stages = tuple(
             StagePrediction(
                 forward_time_s=t.forward_action_s(),
@@ -125,6 +142,7 @@ class Pricer:
                 busy_time_s=m * (t.forward_action_s() + t.backward_action_s())
                 + t.cast_s + t.gather_s + t.reduce_s + tied_s[index] + t.optimizer_s,
                 param_count=priced.param_counts[index],
+                gpu=" + ".join(types[index]) if len({name for names in types for name in names}) > 1 else "",
                 memory=priced.memory[index],
             )
             for index, t in enumerate(priced.times)
@@ -167,7 +185,8 @@ class Pricer:
         times, held = [], []
         for index, ((first, stop), stage) in enumerate(zip(spans, plan.stages, strict=True)):
             tp_route = self.tensor_route(stage.gpus, stage.tp_degree)
-            layers = self.layer_table(stage.microbatch_size, stage.tp_degree, stage.shardings, tp_route)
+            types = list(self.places.count_types(stage.gpus))
+            layers = self.layer_table(stage.microbatch_size, stage.tp_degree, stage.shardings, tp_route, types)
             repeats = self.repeats(stage.tp_degree, stage.shardings, first)
             remade = frozenset(self.index_of[name] for name in stage.recompute)
             shards = stage.num_shards(plan.data_parallel)

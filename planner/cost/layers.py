@@ -65,24 +65,31 @@ def interpolate(rows: int, points: Sequence[tuple[int, float]]) -> float:
 
 
 def layer_numbers(
-    profile: ModelProfile, layer_class: LayerClass, rows: int, tp_degree: int, sharding: str, route: Route
+    profile: ModelProfile,
+    layer_class: LayerClass,
+    rows: int,
+    tp_degree: int,
+    sharding: str,
+    route: Route,
+    known: Sequence[LayerCost],
 ) -> LayerNumbers:
-    """Return what a layer of the class costs; ProfileError names the layer where the profile has no such number.
+    """Return what a layer of the class costs, by its `known` costs on some GPU type.
 
-    A replicated layer costs at any tensor-parallel degree what it costs at 1.
+    ProfileError names the layer where there is no such number. A replicated layer costs at any tensor-parallel degree
+    what it costs at 1.
     """
     degree = 1 if sharding == REPLICATED else tp_degree
     costs = sorted(
-        (cost for cost in layer_class.costs if cost.tp_degree == degree and cost.sharding == sharding),
+        (cost for cost in known if cost.tp_degree == degree and cost.sharding == sharding),
         key=lambda cost: cost.microbatch_size,
     )
     rule = layer_class.sharding(sharding, tp_degree) if sharding != REPLICATED else None
     if not costs or (rule is None and sharding != REPLICATED):
         example = next(layer.name for layer in profile.layers if layer.layer_class == layer_class.name)
-        known = sorted({(cost.tp_degree, cost.sharding) for cost in layer_class.costs})
+        ways = sorted({(cost.tp_degree, cost.sharding) for cost in known})
         raise ProfileError(
             f"layer {example!r} has no cost for tp_degree {tp_degree} with sharding {sharding!r}; known are "
-            + ", ".join(f"{name} at {at}" for at, name in known),
+            + ", ".join(f"{name} at {at}" for at, name in ways),
             hint=f"profile the model with --tp {tp_degree}",
         )
 

@@ -39,6 +39,7 @@ def class_cost(
             param_bytes=param_bytes,
             trainable_param_count=trainable,
             forward_flops=computed.forward_flops,
+            launches=computed.launches,
             source="computed",
         )
     measured = measure_numbers(runner, repeats)

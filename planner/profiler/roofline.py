@@ -52,24 +52,26 @@ class ComputedNumbers:
     backward_input_time_s: float
     backward_weight_time_s: float
     forward_flops: int
+    launches: tuple[int, int, int]
     memory: MemoryNumbers
 
 
 class PricedOperators(LiveBytes):  # type: ignore[no-untyped-call]
-    """Adds up the time that operators run inside would take on a GPU, their FLOPs, and follows their memory."""
+    """Adds up time, FLOPs and launches that operators run inside would take on a GPU, and follows their memory."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
         self.gpu = gpu
         self.time_s = 0.0
         self.flops = 0
+        self.launches = 0
         self._seconds_per_byte = 1 / (gpu.memory_bandwidth * gpu.memory_efficiency)
         self._seconds_per_flop: dict[torch.dtype, float] = {}
 
-    def take(self) -> tuple[float, int]:
-        """Return the seconds and FLOPs since the last call, and start again."""
-        taken = (self.time_s, self.flops)
-        self.time_s, self.flops = 0.0, 0
+    def take(self) -> tuple[float, int, int]:
+        """Return the seconds, FLOPs and launches of kernels since the last call, and start again."""
+        taken = (self.time_s, self.flops, self.launches)
+        self.time_s, self.flops, self.launches = 0.0, 0, 0
         return taken
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,8 +99,9 @@ class PricedOperators(LiveBytes):  # type: ignore[no-untyped-call]
                 if _is_causal(func, args, kwargs):  # blocks of pairs that the mask empties are skipped
                     compute_s /= 2
             time_s = max(time_s, compute_s)
-        launches_s = dependent_launches(func, args) * self.gpu.launch_overhead
-        self.time_s += max(time_s + self.gpu.launch_overhead, launches_s)
+        launches = dependent_launches(func, args)
+        self.launches += launches
+        self.time_s += max(time_s + self.gpu.launch_overhead, launches * self.gpu.launch_overhead)
         return result
 
     def _flop_time(self, func: Any, args: tuple[Any, ...]) -> float:
@@ -183,19 +186,27 @@ def compute_numbers(runner: SegmentRunner, gpu: Gpu) -> ComputedNumbers:
     to the gradients of earlier microbatches is in it. ProfileError where the GPU has no peak for a dtype.
     """
     priced = PricedOperators(gpu)
-    forward_s, forward_flops, input_s = 0.0, 0, 0.0
+    forward_s, forward_flops, forward_launches = 0.0, 0, 0
+    input_s, input_launches = 0.0, 0
 
     def price_inputs(seed: torch.Tensor | None) -> None:
-        nonlocal forward_s, forward_flops, input_s
-        forward_s, forward_flops = priced.take()
+        nonlocal forward_s, forward_flops, forward_launches, input_s, input_launches
+        forward_s, forward_flops, forward_launches = priced.take()
         if seed is not None and runner.grad_inputs and runner.trainable:
             torch.autograd.grad(seed, runner.grad_inputs, seed.detach(), retain_graph=True, allow_unused=True)
-            input_s, _ = priced.take()
+            input_s, _, input_launches = priced.take()
 
     kernels = GpuKernels if runner.fake_mode is not None else nullcontext  # real tensors have the CPU's
     with runner.named_errors(), kernels(), recomputed_under(kernels):
         memory = follow_memory(runner, priced, price_inputs)
-    backward_s, _ = priced.take()
+    backward_s, _, launches = priced.take()
     if not runner.trainable:
-        input_s = backward_s
-    return ComputedNumbers(forward_s, min(input_s, backward_s), max(0.0, backward_s - input_s), forward_flops, memory)
+        input_s, input_launches = backward_s, launches
+    return ComputedNumbers(
+        forward_s,
+        min(input_s, backward_s),
+        max(0.0, backward_s - input_s),
+        forward_flops,
+        (forward_launches, min(input_launches, launches), max(0, launches - input_launches)),
+        memory,
+    )

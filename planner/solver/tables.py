@@ -80,7 +80,10 @@ class Crossing:
 
 
 class LayerTable:
-    """Layer numbers at one microbatch size, tensor-parallel degree, sharding and route, summed over stages."""
+    """Layer numbers at one microbatch size, tensor-parallel degree, sharding, route and GPU types, summed over stages.
+
+    `gpus` names the types of a stage's GPUs, by default the cluster's first.
+    """
 
     def __init__(
         self,
@@ -91,8 +94,9 @@ class LayerTable:
         shardings: dict[str, str],
         route: Route,
         allowed: Sequence[tuple[bool, ...]],
+        gpus: Sequence[str] = (),
     ) -> None:
-        self.layers: tuple[LayerNumbers, ...] = pricer.layer_table(rows, tp_degree, shardings, route)
+        self.layers: tuple[LayerNumbers, ...] = pricer.layer_table(rows, tp_degree, shardings, route, gpus)
         layers, count = self.layers, len(self.layers)
         self.route = route
         self.crossing = crossing
