@@ -68,11 +68,11 @@ def down_sets(successors: Sequence[Sequence[int]], *, limit: int) -> Lattice:
                 if larger not in following:
                     new = [other for other in successors[node] if needs[other] & ~larger == 0]
                     following[larger] = (found[state] - {node}).union(new)
+            if len(listed) + len(following) > limit:
+                raise TooManyStatesError(f"more than {limit} down-sets")
         found = following
         level = list(following)
         listed += level
-        if len(listed) > limit:
-            raise TooManyStatesError(f"more than {limit} down-sets")
     if listed[-1] != (1 << count) - 1:
         raise ValueError("the graph has a cycle")
     num_bytes = (count + 7) // 8
