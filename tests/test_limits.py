@@ -156,7 +156,7 @@ def test_memory_that_is_limited_is_named() -> None:
     assert plan.prediction.peak_bytes <= 3500
     conflict = ask(profile, 1, 1, limits=(("memory", "2500B"), ("recompute", "0%"))).conflict
     assert conflict is not None
-    assert conflict.constraint == "memory"
+    assert (conflict.constraint, conflict.between[1:]) == ("recompute", ("--limit recompute=0%",))
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_the_json_of_no_plan_has_conflict_and_repairs() -> None:
     assert "bytes" not in found["conflict"]["message"] + found["repairs"][0]["description"]  # once, with a unit
     assert "needs 31.2 KiB per GPU" in found["conflict"]["message"]
     assert "the GPUs have 100 B, 31.2 KiB less" in found["conflict"]["message"]
-    assert found["repairs"][0].keys() == {"description", "step_time_s"}
+    assert found["repairs"][0].keys() == {"description", "step_time_s", "gap_fraction", "summary", "instead"}
 
 
 def test_a_profile_is_shown_by_runs_of_equal_layers() -> None:

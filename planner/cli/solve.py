@@ -10,6 +10,7 @@ from planner.cli.inputs import (
     SAMPLES_PER_GPU,
     choose_cluster,
     choose_precision,
+    cluster_path,
     describe_cluster,
     describe_profile,
     device_mismatch,
@@ -115,7 +116,14 @@ def solve(
         theoretical=theoretical,
     )
     with progress_bar("solve") as progress:
-        solution = search(file.profile, chosen, request, origin=plan_origin(file, chosen, cluster), progress=progress)
+        solution = search(
+            file.profile,
+            chosen,
+            request,
+            origin=plan_origin(file, chosen, cluster),
+            progress=progress,
+            enlarge=None if cluster_path(cluster) else lambda count: choose_cluster(cluster, count, file.profile),
+        )
     from planner.report import plan_table, solution_json
 
     if solution.plan is None:

@@ -65,8 +65,16 @@ def solution_json(solution: Solution) -> dict[str, Any]:
             "least_peak_bytes": conflict.least_peak_bytes,
             "available_bytes": conflict.available_bytes,
             "layers": list(conflict.layers),
+            "between": list(conflict.between),
         },
         "repairs": [
-            {"description": repair.description, "step_time_s": repair.step_time_s} for repair in solution.repairs
+            {
+                "description": repair.description,
+                "step_time_s": repair.step_time_s,
+                "gap_fraction": repair.gap_fraction,
+                "summary": repair.summary,
+                "instead": repair.instead,
+            }
+            for repair in solution.repairs
         ],
     }

@@ -56,9 +56,15 @@ def find(
     time_limit_s: float | None = None,
     to_beat_s: float = float("inf"),
     max_nodes: int | None = None,
+    any_plan: bool = False,
 ) -> Found:
-    """Return the best plan of a space, as far as time and nodes allow; only plans faster than `to_beat_s` count."""
-    outcome = search(space, origin, progress, time_limit_s, to_beat_s=to_beat_s, max_nodes=max_nodes)
+    """Return the best plan of a space, as far as time and nodes allow; only plans faster than `to_beat_s` count.
+
+    With `any_plan` the first plan will do.
+    """
+    outcome = search(
+        space, origin, progress, time_limit_s, any_plan=any_plan, to_beat_s=to_beat_s, max_nodes=max_nodes
+    )  # fmt: skip
     return Found(outcome.incumbent.best, outcome.lower_bound_s, outcome)
 
 

@@ -1,7 +1,6 @@
-"""Why there is no plan, with numbers; and which changes would give one, each shown by solving again."""
+"""Why there is no plan: the constraint in conflict by name, with its numbers."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,15 +11,11 @@ from planner.solver.arithmetic import arithmetic_conflict
 from planner.solver.branch import Span
 from planner.solver.problem import Problem, Setting
 from planner.solver.problems import Problems
-from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, SolveRequest, described
+from planner.solver.request import described
 from planner.solver.settings import with_shardings
-from planner.solver.solution import Conflict, Repair
-from planner.solver.space import Space, divisors
+from planner.solver.solution import Conflict
+from planner.solver.space import Space
 from planner.units import counted, format_bytes
-
-MAX_REPAIRS = 4
-
-Resolve = Callable[[Cluster, SolveRequest], float | None]  # the step time of a plan, or None
 
 
 def find_conflict(space: Space, origin: Origin) -> Conflict:
@@ -74,11 +69,24 @@ def find_conflict(space: Space, origin: Origin) -> Conflict:
         f"; {counted(len(over), 'stage')} of {len(needs)} would not fit: {', '.join(map(str, over))}" if over else ""
     )
     less = f", {format_bytes(peak - available)} less" if peak > available else ""
+    given = dict(space.request.limits)
+    leanest = f"the leanest plan ({layout}, microbatch_size {setting.microbatch_size}) needs {format_bytes(peak)} "
+    if peak <= available and "recompute" in given:  # it fits, and runs more again than it may
+        return Conflict(
+            constraint="recompute",
+            message=(
+                f"{leanest}per GPU where all is recomputed that can be; --limit recompute={given['recompute']} leaves "
+                f"no plan within {format_bytes(available)}"
+            ),
+            least_peak_bytes=peak,
+            available_bytes=available,
+            layers=tuple(names[first:stop]),
+        )
+    have = f"--limit memory={given['memory']} leaves" if "memory" in given else "the GPUs have"
     return Conflict(
         constraint="memory",
         message=(
-            f"the leanest plan ({layout}, microbatch_size {setting.microbatch_size}) needs {format_bytes(peak)} "
-            f"per GPU, in stage {fullest} with {where}; the GPUs have {format_bytes(available)}"
+            f"{leanest}per GPU, in stage {fullest} with {where}; {have} {format_bytes(available)}"
             f"{less}, reserve of {format_bytes(space.pricer.cluster.memory_reserve)} included in both{which}"
         ),
         least_peak_bytes=peak,
@@ -143,53 +151,7 @@ def _least_peak(problem: Problem, limit: float, *, exact: bool) -> tuple[float, 
     return float(best[count]), spans[::-1]
 
 
-def find_repairs(space: Space, conflict: Conflict, resolve: Resolve) -> tuple[Repair, ...]:
-    """Return changes that give a plan, cheapest for people first; each was solved again by `resolve`."""
-    found: list[Repair] = []
-    for description, cluster, request in _candidates(space, conflict):
-        if len(found) == MAX_REPAIRS:
-            break
-        step_time_s = resolve(cluster, request)
-        if step_time_s is not None:
-            found.append(Repair(description=description, step_time_s=step_time_s))
-    return tuple(found)
-
-
-def _candidates(space: Space, conflict: Conflict) -> Iterator[tuple[str, Cluster, SolveRequest]]:
-    request, cluster = space.request, space.pricer.cluster
-    for pair in request.pins:
-        rest = tuple(other for other in request.pins if other != pair)
-        yield f"leave out --pin {pair[0]}={pair[1]}", cluster, replace(request, pins=rest)
-    for pair in request.exclusions:
-        rest = tuple(other for other in request.exclusions if other != pair)
-        yield f"leave out --exclude {pair[0]}={pair[1]}", cluster, replace(request, exclusions=rest)
-    if conflict.constraint in ("batch", "warm-up"):
-        for factor in divisors(request.num_gpus)[1:]:
-            batch = -(-request.global_batch_size // factor) * factor
-            if request.global_batch_size < batch <= MAX_GLOBAL_BATCH_SIZE:
-                yield f"--global-batch-size {batch}", cluster, replace(request, global_batch_size=batch)
-    if conflict.constraint in ("gpus", "batch", "layers", "buffers"):
-        for num_gpus in reversed(range(max(1, request.num_gpus - 8), request.num_gpus)):
-            yield f"--gpus {num_gpus}", cluster, replace(request, num_gpus=num_gpus)
-    if conflict.constraint == "memory" and conflict.least_peak_bytes is not None:
-        needed = conflict.least_peak_bytes
-        gpus = {name: gpu.model_copy(update={"memory": needed}) for name, gpu in cluster.gpus.items()}
-        yield (
-            f"GPUs with a little over {format_bytes(needed)} of memory",
-            cluster.model_copy(update={"gpus": gpus}),
-            request,
-        )
-        for factor in (2, 4, 8, 16, 32):
-            if needed > 2 * factor * (conflict.available_bytes or needed):
-                continue  # states divide by the GPUs at best, and half of the need may be activations
-            num_gpus = factor * request.num_gpus
-            if num_gpus > MAX_NUM_GPUS:
-                break
-            groups = cluster.node_groups
-            while sum(group.count * group.gpus_per_node for group in groups) < num_gpus:
-                groups = (*groups, *groups)
-            yield (
-                f"--gpus {num_gpus}",
-                cluster.model_copy(update={"node_groups": groups}),
-                replace(request, num_gpus=num_gpus),
-            )
+def least_memory(cluster: Cluster, num_bytes: int) -> Cluster:
+    """Return the cluster with GPUs of so much memory."""
+    gpus = {name: gpu.model_copy(update={"memory": num_bytes}) for name, gpu in cluster.gpus.items()}
+    return cluster.model_copy(update={"gpus": gpus})

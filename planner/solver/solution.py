@@ -19,20 +19,31 @@ class Conflict:
     least_peak_bytes: int | None = None
     available_bytes: int | None = None
     layers: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    """a least set of people's own constraints that can't hold together; none where they are not at fault"""
 
     def __str__(self) -> str:
-        return f"{self.constraint}: {self.message}"
+        together = f" (in conflict with one another: {', '.join(self.between)})" if len(self.between) > 1 else ""
+        return f"{self.constraint}: {self.message}{together}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """A change with which a plan exists, shown by solving again; `step_time_s` is that plan's, maybe not the best's."""
+    """A change with which a plan exists, shown by solving again: the best plan then, and what it does `instead`."""
 
     description: str
     step_time_s: float
+    gap_fraction: float = 0.0
+    summary: str = ""
+    instead: str = ""
 
     def __str__(self) -> str:
-        return f"{self.description}: then a plan of {format_seconds(self.step_time_s)} per step, or faster, exists"
+        gap = f", at most {100 * self.gap_fraction:.3g} % from the best" if self.gap_fraction else ""
+        instead = f", which {self.instead}" if self.instead else ""
+        return (
+            f"{self.description}: the best plan then takes {format_seconds(self.step_time_s)} per step{gap}"
+            f" ({self.summary}){instead}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

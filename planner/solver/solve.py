@@ -1,16 +1,18 @@
 """`solve`: the fastest plan within memory, with its proof; or why there is none."""
 
 import time
+from dataclasses import replace
 
 from planner.cluster import Cluster
 from planner.errors import PlannerError
 from planner.model_profile import ModelProfile
 from planner.plan import Asked, Origin, SolverReport
-from planner.solver.find import find, make_space, silent
-from planner.solver.infeasible import find_conflict, find_repairs
+from planner.solver.find import Found, find, make_space, silent
+from planner.solver.infeasible import find_conflict
+from planner.solver.repairs import MAX_NODES, Enlarge, Repairs
 from planner.solver.request import SolveRequest
 from planner.solver.runners_up import runners_up
-from planner.solver.search import Progress, search
+from planner.solver.search import Progress
 from planner.solver.solution import Solution
 
 
@@ -21,14 +23,20 @@ def solve(
     *,
     origin: Origin,
     progress: Progress = silent,
+    enlarge: Enlarge | None = None,
 ) -> Solution:
     """Return the fastest plan for the request, priced by `cost.evaluate`, with a proven lower bound and runners-up.
 
     Status is 'optimal' where the bound is the plan's own time, 'feasible' where the time limit (or Ctrl-C) ended the
-    search, and 'infeasible' with the conflict and verified repairs where no plan exists. UsageError where the request
-    does not fit the profile or the cluster.
+    search, and 'infeasible' with the conflict and verified repairs where no plan exists; `enlarge` gives the cluster of
+    another number of GPUs for these. UsageError where the request does not fit the profile or the cluster.
     """
     started = time.monotonic()
+
+    def left_s() -> float | None:
+        limit_s = request.time_limit_s
+        return None if limit_s is None else max(0.0, started + limit_s - time.monotonic())
+
     space = make_space(profile, cluster, request)
     found = find(space, origin, progress=progress, time_limit_s=request.time_limit_s)
     outcome = found.outcome
@@ -41,14 +49,19 @@ def solve(
             )
         conflict = find_conflict(space, origin)
 
-        def resolve(changed: Cluster, request: SolveRequest) -> float | None:
-            space = make_space(profile, changed, request)
-            found = search(space, origin, silent, request.time_limit_s, any_plan=True).incumbent
-            return None if found.best is None else found.step_time_s
+        def resolve(changed: Cluster, request: SolveRequest, any_plan: bool) -> Found:
+            progress("repairs", 0, 0)
+            return find(
+                make_space(profile, changed, request),
+                origin,
+                time_limit_s=left_s(),
+                max_nodes=None if any_plan else MAX_NODES,
+                any_plan=any_plan,
+            )
 
-        return Solution(
-            status="infeasible", plan=None, conflict=conflict, repairs=find_repairs(space, conflict, resolve)
-        )
+        repairs = Repairs(request, cluster, conflict, resolve, enlarge)
+        conflict = replace(conflict, between=repairs.between())
+        return Solution(status="infeasible", plan=None, conflict=conflict, repairs=repairs.found())
     optimal = found.gap_fraction == 0.0
     report = SolverReport(
         status="optimal" if optimal else "feasible",
@@ -63,8 +76,7 @@ def solve(
             theoretical=request.theoretical,
         ),
     )
-    left_s = None if request.time_limit_s is None else max(0.0, started + request.time_limit_s - time.monotonic())
-    others = runners_up(space, origin, found, request.top, progress=progress, time_limit_s=left_s)
+    others = runners_up(space, origin, found, request.top, progress=progress, time_limit_s=left_s())
     return Solution(
         status=report.status,
         plan=best.model_copy(update={"solver": report, "runners_up": others}),
