@@ -137,18 +137,23 @@ def solve(
         raise typer.Exit(NO_PLAN)
     from planner.emitter import emit, write_plan
     from planner.model_profile import NO_LOSS, coupling_notes
+    from planner.runnable import unrunnable
 
     imported_from = file.profile.provenance.imported_from
-    if not imported_from:
+    problem = unrunnable(solution.plan)
+    if not imported_from and not problem:
         write_plan(emit(solution.plan, file.profile), output, force=force)
     if as_json:
         write_json(solution_json(solution))
     else:
         write_table(plan_table(solution.plan))
-        if not imported_from:
+        if not imported_from and not problem:
             write_line(torchrun_line(solution.plan, chosen))
     if imported_from:
         say(f"note: the profile was imported from {imported_from} and has no model: no {output.name} is written")
+        return
+    if problem:
+        say(f"note: the runtime of emitted plans can't run this one yet, so no {output.name} is written: it {problem}")
         return
     is_known = file.profile.loss_is_known
     if solution.plan.num_microbatches * solution.plan.dp_degree > 1:

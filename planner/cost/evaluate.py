@@ -120,7 +120,7 @@ class Pricer:
         priced = self._price(plan)
         step_s = finish_step(priced, play_stages(priced))[0]
         silent_s = finish_step(priced, play_stages(priced, comm=False), comm=False)[0]
-        m, num_stages, num_groups = plan.num_microbatches, len(plan.stages), len(priced.groups)
+        m, num_stages = plan.num_microbatches, len(plan.stages)
         tied_s = [sum(seconds for stages, seconds in priced.tied if s in stages) for s in range(num_stages)]
         sends: list[float] = [0.0] * num_stages
         for message in priced.messages:
@@ -147,13 +147,15 @@ class Pricer:
             )
             for index, t in enumerate(priced.times)
         )  # fmt: skip
-        busy = sum(stage.busy_time_s for stage in stages)
+        sizes = [len(stage.gpus) for stage in plan.stages]
+        num_gpus = sum(sizes[of_group[0]] for of_group in priced.groups)
+        busy = sum(stage.busy_time_s * size for stage, size in zip(stages, sizes, strict=True)) / num_gpus
         return Prediction(
             step_time_s=step_s,
             samples_per_s=plan.global_batch_size / step_s if step_s else 0.0,
             tokens_per_s=plan.global_batch_size * self.profile.provenance.tokens_per_row / step_s if step_s else 0.0,
             mfu_fraction=self._mfu(plan, step_s),
-            bubble_fraction=min(1.0, max(0.0, 1.0 - busy / (num_groups * step_s))) if step_s else 0.0,
+            bubble_fraction=min(1.0, max(0.0, 1.0 - busy / step_s)) if step_s else 0.0,
             exposed_comm_time_s=max(0.0, step_s - silent_s),
             bottleneck_stage=max(range(num_stages), key=lambda index: (stages[index].time_s, -index)),
             stages=stages,

@@ -13,7 +13,16 @@ from planner.cluster import Cluster
 from planner.plan import Plan
 from planner.report.json_objects import plan_json
 from planner.report.text import percent
-from planner.solver.differences import degrees, headroom, microbatches, num_gpus, parts, reason, slower_fraction
+from planner.solver.differences import (
+    data_parallel,
+    degrees,
+    headroom,
+    microbatches,
+    num_gpus,
+    parts,
+    reason,
+    slower_fraction,
+)
 from planner.units import format_bytes, format_seconds
 
 CAUSES = 3  # parts that are named as the reason
@@ -45,7 +54,7 @@ def _rows(plans: Sequence[Plan], cluster: Cluster) -> list[tuple[str, list[str]]
         ("layers of the stages", [_sizes(plan) for plan in plans]),
         ("schedule", [plan.schedule for plan in plans]),
         ("microbatches", [microbatches(plan) for plan in plans]),
-        ("data parallel", [plan.data_parallel if plan.dp_degree > 1 else "-" for plan in plans]),
+        ("data parallel", [data_parallel(plan) if plan.dp_degree > 1 else "-" for plan in plans]),
         (
             "layers recomputed",
             [f"{sum(len(stage.recompute) for stage in plan.stages)} of {len(plan.layers)}" for plan in plans],

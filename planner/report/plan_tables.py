@@ -8,8 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan import MemoryUse, Plan
+from planner.report.stage_rows import degrees_of, gpus_of, layers_of, span, stage_name, stage_runs
 from planner.report.text import layer_ranges, percent, rank_ranges
 from planner.report.timeline import timeline
+from planner.solver.differences import data_parallel, microbatches
 from planner.units import counted, format_bytes, format_count, format_seconds
 
 OWNERS = tuple(MemoryUse.model_fields)
@@ -39,41 +41,70 @@ def proof(plan: Plan) -> str:
 
 
 def _decisions(plan: Plan) -> str:
-    stages = counted(plan.pp_degree, "stage")
+    tp, dp = (_degrees({getattr(stage, key) for stage in plan.stages}) for key in ("tp_degree", "dp_degree"))
     parts = [
-        f"{stages} x tp {plan.tp_degree} x dp {plan.dp_degree} on {counted(plan.num_gpus, 'GPU')}",
+        f"{counted(plan.pp_degree, 'stage')} x tp {tp} x dp {dp} on {counted(plan.num_gpus, 'GPU')}",
         f"schedule {plan.schedule}",
-        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} of {plan.microbatch_size} per replica",
+        f"{microbatches(plan)} per replica",
         f"{counted(plan.global_batch_size, 'sample')} per step",
-        *([f"data parallel {plan.data_parallel}"] if plan.dp_degree > 1 else []),
+        *([f"data parallel {data_parallel(plan)}"] if plan.dp_degree > 1 else []),
         f"{plan.optimizer}, {plan.precision}",
     ]
     return ", ".join(parts)
 
 
+def _degrees(found: set[int]) -> str:
+    return str(*found) if len(found) == 1 else f"{min(found)}-{max(found)}"
+
+
 def plan_table(plan: Plan) -> RenderableType:
-    """Return the plan's headline and one row per stage."""
+    """Return the plan's headline and a row for each stage; of many stages, for each run of those that are alike."""
     table = Table(box=box.SIMPLE)
     table.add_column("stage", justify="right")
     table.add_column("layers", overflow="fold")
     table.add_column("tp x dp")
     table.add_column("GPUs")
+    shown = _differing(plan)
+    for name in shown:
+        table.add_column(name)
     table.add_column("recomputed", justify="right")
     for name in ("forward", "backward", "peak memory"):
         table.add_column(name, justify="right")
-    for index, stage in enumerate(plan.stages):
-        priced = plan.prediction.stages[index] if plan.prediction else None
+    for run in stage_runs(plan):
+        stage = plan.stages[run[0]]
+        priced = [plan.prediction.stages[index] for index in run] if plan.prediction else []
         table.add_row(
-            str(index),
-            layer_ranges(stage.layers),
-            f"{stage.tp_degree} x {stage.dp_degree}",
-            rank_ranges(stage.gpus),
+            stage_name(run),
+            layers_of(plan, run),
+            degrees_of(plan, run),
+            gpus_of(plan, run),
+            *(cells[run[0]] for cells in shown.values()),
             f"{len(stage.recompute)} of {len(stage.layers)}",
-            format_seconds(priced.forward_time_s) if priced else "-",
-            format_seconds(priced.backward_time_s) if priced else "-",
-            format_bytes(priced.memory.peak_bytes) if priced else "-",
+            span((p.forward_time_s for p in priced), format_seconds) if priced else "-",
+            span((p.backward_time_s for p in priced), format_seconds) if priced else "-",
+            span((p.memory.peak_bytes for p in priced), _bytes) if priced else "-",
         )
-    return Group(Text(headline(plan)), table, *(Text(line) for line in (*sharding_lines(plan), *whole_lines(plan))))
+    lines = (*sharding_lines(plan), *whole_lines(plan), *scaled_lines(plan))
+    return Group(Text(headline(plan)), table, *(Text(line) for line in lines))
+
+
+def _bytes(count: float) -> str:
+    return format_bytes(int(count))
+
+
+def _differing(plan: Plan) -> dict[str, list[str]]:
+    """Return, by the name of a column, what is told of every stage only where stages differ in it."""
+    columns = {
+        "GPU type": [stage.gpu for stage in plan.prediction.stages] if plan.prediction else [""] * len(plan.stages),
+        "rows": [str(stage.microbatch_size) for stage in plan.stages],
+    }
+    return {name: cells for name, cells in columns.items() if len(set(cells)) > 1 or " + " in cells[0]}
+
+
+def scaled_lines(plan: Plan) -> list[str]:
+    """Return a line that tells which GPU types no profile is of."""
+    types = ", ".join(plan.origin.scaled_gpus)
+    return [f"times on {types} are scaled by roofline from those of another GPU type"] if types else []
 
 
 def sharding_lines(plan: Plan) -> list[str]:
@@ -108,11 +139,22 @@ def memory_table(plan: Plan) -> Table:
     for name in ("parameters", *OWNERS, "peak_bytes"):
         table.add_column(name.removesuffix("_bytes"), justify="right")
     assert plan.prediction is not None
-    for index, stage in enumerate(plan.prediction.stages):
-        values = [getattr(stage.memory, name) for name in OWNERS]
-        count = format_count(stage.param_count)
-        table.add_row(str(index), count, *(format_bytes(value) for value in (*values, stage.memory.peak_bytes)))
+    for run in stage_runs(plan):
+        stages = [plan.prediction.stages[index] for index in run]
+        count = span((stage.param_count for stage in stages), lambda value: format_count(int(value)))
+        cells = [span((getattr(stage.memory, name) for stage in stages), _bytes) for name in (*OWNERS, "peak_bytes")]
+        table.add_row(stage_name(run), count, *cells)
     return table
+
+
+_TIMES = (
+    *("forward_time_s", "backward_time_s", "recompute_time_s", "tensor_parallel_time_s", "send_time_s"),
+    *("data_parallel_time_s", "optimizer_time_s", "busy_time_s"),
+)
+
+
+def _seconds(value: float) -> str:
+    return format_seconds(value) if value else "-"
 
 
 def time_table(plan: Plan) -> Table:
@@ -124,12 +166,10 @@ def time_table(plan: Plan) -> Table:
     for name in ("data parallel / step", "optimizer / step", "busy / step"):
         table.add_column(name, justify="right")
     assert plan.prediction is not None
-    for index, stage in enumerate(plan.prediction.stages):
-        seconds = (
-            stage.forward_time_s, stage.backward_time_s, stage.recompute_time_s, stage.tensor_parallel_time_s,
-            stage.send_time_s, stage.data_parallel_time_s, stage.optimizer_time_s, stage.busy_time_s,
-        )  # fmt: skip
-        table.add_row(str(index), *(format_seconds(value) if value else "-" for value in seconds))
+    for run in stage_runs(plan):
+        stages = [plan.prediction.stages[index] for index in run]
+        cells = [span((getattr(stage, name) for stage in stages), _seconds) for name in _TIMES]
+        table.add_row(stage_name(run), *cells)
     return table
 
 

@@ -40,9 +40,20 @@ def _span(plan: Plan, number: Callable[[Stage], int]) -> str:
     return str(least) if least == most else f"{least}-{most}"
 
 
+def data_parallel(plan: Plan) -> str:
+    """Return how a plan's replicas hold states: 'replicated', 'sharded', 'sharded over 8 of 64'."""
+    found = [(stage.num_shards(plan.data_parallel), stage.dp_degree) for stage in plan.stages if stage.dp_degree > 1]
+    if all(shards == 1 for shards, _ in found):
+        return "replicated"
+    if all(shards == replicas for shards, replicas in found):
+        return "sharded"
+    ways = dict.fromkeys(f"{shards} of {replicas}" for shards, replicas in found)
+    return f"sharded over {' and '.join(ways)}" if len(ways) < 3 else "sharded over some of the replicas"
+
+
 def summary(plan: Plan) -> str:
     """Return a plan's decisions in one line."""
-    mode = f", {plan.data_parallel}" if plan.dp_degree > 1 else ""
+    mode = f", {data_parallel(plan)}" if plan.dp_degree > 1 else ""
     schedule = f", {plan.schedule}" if plan.pp_degree > 1 else ""
     remade = sum(len(stage.recompute) for stage in plan.stages)
     recompute = f", {counted(remade, 'layer')} recomputed" if remade else ""
