@@ -216,3 +216,17 @@ def test_what_the_runtime_runs_is_told_by_nothing() -> None:
     profile = equal_profile(2)
     assert unrunnable(mixed_plan(profile, [{"layers": 1, "dp_degree": 2}] * 2)) is None
     assert unrunnable(mixed_plan(profile, [{"layers": 2, "dp_degree": 2, "shard_degree": 1}])) is None
+
+
+def test_hand_written_mistakes_are_named() -> None:
+    profile = equal_profile(2)
+    wrong = mixed_plan(profile, [{"layers": 1}, {"layers": 1, "tp_degree": 2, "shardings": {"blok": "halves"}}])
+    with pytest.raises(UsageError, match="stage 1 divides layer class 'blok', which the profile 'test'") as caught:
+        price(wrong, profile)
+    assert caught.value.hint == "did you mean 'block'?"
+    far = mixed_plan(profile, [{"layers": 1}, {"layers": 1, "gpus": (9,)}])
+    with pytest.raises(UsageError, match="stage 1 is on GPU 9; the cluster 'test' has GPUs 0 to 3"):
+        price(far, profile, make_cluster(4))
+    few = profile.model_copy(update={"least_rows": 2})
+    with pytest.raises(UsageError, match="stage 1 has microbatch_size 1; 'test' trains on at least 2 rows at a time"):
+        price(mixed_plan(few, [{"layers": 1}, {"layers": 1, "dp_degree": 4}]), few)

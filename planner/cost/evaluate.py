@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.cluster import Cluster, Gpu
+from planner.cost.checks import check_plan
 from planner.cost.communication import Route
 from planner.cost.gpu_types import GpuCosts, slowest_numbers
 from planner.cost.layers import REPLICATED, LayerNumbers, layer_numbers, parameter_sharding
@@ -243,18 +244,7 @@ class Pricer:
         for stage in plan.stages:
             spans.append((first, first + len(stage.layers)))
             first += len(stage.layers)
-        for index, stage in enumerate(plan.stages):
-            for key in ("expert_degree", "context_degree"):
-                if getattr(stage, key) > 1:
-                    raise UsageError(
-                        f"stage {index} has {key} {getattr(stage, key)}, which has no price yet: only 1 has",
-                        hint=f"leave {key} out, or write 1",
-                    )
-        if max(rank for stage in plan.stages for rank in stage.gpus) >= self.cluster.num_gpus:
-            raise UsageError(
-                f"the plan uses {plan.num_gpus} GPUs, the cluster {self.cluster.name!r} has {self.cluster.num_gpus}",
-                hint="give a larger cluster",
-            )
+        check_plan(plan, self.profile, self.cluster)
         return spans
 
     def capacity(self, stage: Stage) -> int:
