@@ -38,6 +38,14 @@ def parse_duration(text: str | None, option: str) -> float | None:
     return seconds
 
 
+def parse_share(text: str, option: str) -> float:
+    """Return the fraction of '1%', from 0 to less than 1."""
+    number = text.strip().removesuffix("%").strip()
+    if not text.strip().endswith("%") or not _is_number(number) or not 0 <= float(number) < 100:
+        raise UsageError(f"{option} {text!r} is no share from 0% to less than 100%", hint=f"write it like {option} 1%")
+    return float(number) / 100
+
+
 def _is_number(text: str) -> bool:
     try:
         return math.isfinite(float(text))

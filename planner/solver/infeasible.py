@@ -151,7 +151,7 @@ def _least_peak(problem: Problem, limit: float, *, exact: bool) -> tuple[float, 
     return float(best[count]), spans[::-1]
 
 
-def least_memory(cluster: Cluster, num_bytes: int) -> Cluster:
+def with_memory(cluster: Cluster, num_bytes: int) -> Cluster:
     """Return the cluster with GPUs of so much memory."""
     gpus = {name: gpu.model_copy(update={"memory": num_bytes}) for name, gpu in cluster.gpus.items()}
     return cluster.model_copy(update={"gpus": gpus})

@@ -12,7 +12,7 @@ from planner.cluster import Cluster
 from planner.plan import Plan
 from planner.solver.differences import step_time_s, summary
 from planner.solver.find import Found
-from planner.solver.infeasible import least_memory
+from planner.solver.infeasible import with_memory
 from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, SolveRequest, described
 from planner.solver.solution import Conflict, Repair
 from planner.solver.space import divisors
@@ -90,7 +90,7 @@ class Repairs:
         if conflict.constraint == "memory" and conflict.least_peak_bytes is not None:
             needed = conflict.least_peak_bytes
             if not any(key == "memory" for key, _ in request.limits):
-                larger = least_memory(cluster, needed)
+                larger = with_memory(cluster, needed)
                 yield f"GPUs with a little over {format_bytes(needed)} of memory", larger, request
             if (least := self._least_gpus(needed)) is not None:
                 yield f"--gpus {least}", self._enlarge(least), replace(request, num_gpus=least)
