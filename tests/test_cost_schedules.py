@@ -1,5 +1,8 @@
 """The price of interleaved and zero-bubble schedules against numbers worked out by hand."""
 
+import json
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 from strategies import chain_profile, equal_profile, layer_cost, make_cluster, make_plan, timed_profile
@@ -8,7 +11,7 @@ from planner import cost
 from planner.emitter import emit, make_twin
 from planner.errors import EmitError
 from planner.model_profile import LayerClass, ModelProfile
-from planner.plan import Plan, Prediction, Schedule
+from planner.plan import Plan, Prediction, Schedule, read_plan
 
 MB = 10**6
 
@@ -195,6 +198,16 @@ def test_groups_overlap_in_whole_or_not_at_all() -> None:
     other = [*plan.stages[:3], plan.stages[3].replace(tp_degree=1, dp_degree=2, microbatch_size=1)]
     with pytest.raises(ValidationError):
         plan.replace(stages=tuple(other))
+
+
+def test_plans_with_chunks_read_back_from_their_file(tmp_path: Path) -> None:
+    profile = timed_profile([1.0] * 4, [2.0] * 4)
+    plan = chunked(profile, "zbv", 2, 2, 4)
+    plan = plan.replace(prediction=price(plan, profile))
+    path = tmp_path / "plan.py"
+    path.write_text(f"PLAN = {json.loads(plan.model_dump_json())!r}\n")
+    assert read_plan(path) == plan
+    assert "weight_time_s" not in price(make_plan(profile, [2], m=4), profile).model_dump_json()
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved-1f1b", 2), ("zero-bubble", 1), ("zbv", 2)])

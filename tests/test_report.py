@@ -75,6 +75,25 @@ def test_the_schedule_is_drawn_to_scale() -> None:
     ]
 
 
+def test_groups_of_several_stages_are_drawn_with_theirs() -> None:
+    profile = timed_profile([1.0] * 4, [2.0] * 4)
+    plan = priced(make_plan(profile, [1, 2, 3], m=2, schedule="zbv", groups=2), profile)
+    *drawn, legend = timeline(plan, width=52).splitlines()
+    assert drawn == [
+        "stages 0, 3 |0F0.0F1.    3F0.3I0:3W0-3F1.3I1:3W1-0I0:0W0-0I1:0W1-|",
+        "stages 1-2  |    1F0.2F0.1F1.2F1.2I0:2W0-1I0:2I1:1I1:1W0-2W1-1W1-|",
+    ]
+    assert legend.startswith("F: forward '.', I: gradients of inputs ':', W: of weights '-', each with its stage")
+    text = shown(*explain(plan))
+    assert "2 groups of 2 stages x tp 1 x dp 1 on 2 GPUs, schedule zbv" in text
+    assert "Memory: stages 0, 3 together are fullest" in text
+    assert "of which weights" in text
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if "peak memory of one GPU" in line)
+    assert [line.split()[:2] for line in lines[start + 4 : start + 6]] == [["0,", "3"], ["1-2", "0"]]
+    assert json.loads(json.dumps(plan_json(plan)))["num_chunks"] == 2
+
+
 def test_a_plan_is_told_with_its_proof() -> None:
     profile = equal_profile(8, activation=1000, params=100, forward_flops=1e9)
     solution = solved(profile, make_cluster(4, intra=(1e5, 0.01)), 16, ("pp_degree", "2"), ("tp_degree", "1"))

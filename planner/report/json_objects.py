@@ -24,6 +24,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "max_param_count": max(stage.param_count for stage in prediction.stages) if prediction else None,
         "global_batch_size": plan.global_batch_size,
         "pp_degree": plan.pp_degree,
+        "num_chunks": plan.num_chunks,
         "tp_degree": plan.tp_degree,
         "dp_degree": plan.dp_degree,
         "num_microbatches": plan.num_microbatches,

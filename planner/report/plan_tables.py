@@ -42,8 +42,11 @@ def proof(plan: Plan) -> str:
 
 def _decisions(plan: Plan) -> str:
     tp, dp = (_degrees({getattr(stage, key) for stage in plan.stages}) for key in ("tp_degree", "dp_degree"))
+    stages = counted(len(plan.stages), "stage")
+    if plan.num_chunks > 1:
+        stages = f"{counted(plan.pp_degree, 'group')} of {counted(plan.num_chunks, 'stage')}"
     parts = [
-        f"{counted(plan.pp_degree, 'stage')} x tp {tp} x dp {dp} on {counted(plan.num_gpus, 'GPU')}",
+        f"{stages} x tp {tp} x dp {dp} on {counted(plan.num_gpus, 'GPU')}",
         f"schedule {plan.schedule}",
         f"{microbatches(plan)} per replica",
         f"{counted(plan.global_batch_size, 'sample')} per step",
@@ -133,24 +136,35 @@ def whole_lines(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Return the peak memory of every stage's GPUs by owner."""
+    """Return the peak memory of every device group's GPUs by owner; a group may hold several stages."""
     table = Table(box=box.SIMPLE, title="parameters and peak memory of one GPU, by owner", title_justify="left")
     table.add_column("stage", justify="right")
     for name in ("parameters", *OWNERS, "peak_bytes"):
         table.add_column(name.removesuffix("_bytes"), justify="right")
     assert plan.prediction is not None
+    groups = {stages[0]: stages for stages in plan.groups}
     for run in stage_runs(plan):
-        stages = [plan.prediction.stages[index] for index in run]
+        held = [groups[index] for index in run if index in groups]  # other stages are in the row of their group's first
+        if not held:
+            continue
+        stages = [plan.prediction.stages[group[0]] for group in held]
         count = span((stage.param_count for stage in stages), lambda value: format_count(int(value)))
         cells = [span((getattr(stage.memory, name) for stage in stages), _bytes) for name in (*OWNERS, "peak_bytes")]
-        table.add_row(stage_name(run), count, *cells)
+        table.add_row(rank_ranges(sorted(stage for group in held for stage in group)), count, *cells)
     return table
 
 
-_TIMES = (
-    *("forward_time_s", "backward_time_s", "recompute_time_s", "tensor_parallel_time_s", "send_time_s"),
-    *("data_parallel_time_s", "optimizer_time_s", "busy_time_s"),
-)
+_TIMES = {
+    "forward": "forward_time_s",
+    "backward": "backward_time_s",
+    "of which weights": "weight_time_s",
+    "of which recompute": "recompute_time_s",
+    "of which tensor parallel": "tensor_parallel_time_s",
+    "send": "send_time_s",
+    "data parallel / step": "data_parallel_time_s",
+    "optimizer / step": "optimizer_time_s",
+    "busy / step": "busy_time_s",
+}
 
 
 def _seconds(value: float) -> str:
@@ -161,14 +175,14 @@ def time_table(plan: Plan) -> Table:
     """Return where every stage's time goes: per microbatch, and once per step."""
     table = Table(box=box.SIMPLE, title="time of every stage", title_justify="left")
     table.add_column("stage", justify="right")
-    for name in ("forward", "backward", "of which recompute", "of which tensor parallel", "send"):
-        table.add_column(name, justify="right")
-    for name in ("data parallel / step", "optimizer / step", "busy / step"):
-        table.add_column(name, justify="right")
     assert plan.prediction is not None
+    split = any(stage.weight_time_s for stage in plan.prediction.stages)
+    times = {label: name for label, name in _TIMES.items() if split or name != "weight_time_s"}
+    for label in times:
+        table.add_column(label, justify="right")
     for run in stage_runs(plan):
         stages = [plan.prediction.stages[index] for index in run]
-        cells = [span((getattr(stage, name) for stage in stages), _seconds) for name in _TIMES]
+        cells = [span((getattr(stage, name) for stage in stages), _seconds) for name in times.values()]
         table.add_row(stage_name(run), *cells)
     return table
 
@@ -183,6 +197,8 @@ def findings(plan: Plan) -> list[str]:
     over = stages[slow].time_s / mean_s - 1 if mean_s else 0.0
     full = max(range(len(stages)), key=lambda index: (stages[index].memory.peak_bytes, -index))
     owners = sorted(OWNERS, key=lambda name: -getattr(stages[full].memory, name))[:3]
+    group = next(group for group in plan.groups if full in group)
+    fullest = f"stage {full} is" if len(group) == 1 else f"stages {rank_ranges(group)} together are"
     exposed_s = prediction.exposed_comm_time_s
     most = [f"{name.removesuffix('_bytes')} {format_bytes(getattr(stages[full].memory, name))}" for name in owners]
     beside = f", {percent(over)} more than the average stage" if len(stages) > 1 else ""
@@ -195,7 +211,7 @@ def findings(plan: Plan) -> list[str]:
         f"({percent(exposed_s / step_s if step_s else 0.0)}) would be saved if communication cost nothing."
     )
     memory = (
-        f"Memory: stage {full} is fullest with {format_bytes(stages[full].memory.peak_bytes)} per GPU, "
+        f"Memory: {fullest} fullest with {format_bytes(stages[full].memory.peak_bytes)} per GPU, "
         f"most of it {', '.join(most)}."
     )
     bubble = f"Bubble: the GPUs are idle {percent(prediction.bubble_fraction)} of the step."

@@ -1,7 +1,9 @@
 """Lower bounds of a step under any schedule, from what one device group does or from the shares of all work alone.
 
-In a step every action waits for the one before it in its group's list, and F for F of the stage before, B and I for the
-same of the stage behind. So the actions on any path of such waits take no longer than the step, and
+In a step every action waits for the one before it in its group's list; and where stages are a chain, each sending to
+the next and getting a gradient back, F for F of the stage before, B and I for the same of the stage behind. (Where they
+aren't, the whole list of a group, the first of its paths, is the only one that counts.) So the actions on any path of
+such waits take no longer than the step, and
 
     (8)  step time >= seconds of the actions on a path
 
@@ -53,7 +55,7 @@ class GroupPaths:
 
     `own` counts F, I and W of every chunk (P x c x 3; a whole backward is one I and one W), `forward_gaps` and
     `backward_gaps` the passes through the gaps (P x (c + 1)). `opens` marks the paths that begin with the group's
-    first action, `closes` those that end with its last one.
+    first action, `closes` those that end with its last one. The first path is the group's whole list.
     """
 
     own: Ints
