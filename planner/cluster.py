@@ -51,12 +51,18 @@ class Link(Record):
     latency: Delay
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class NodeGroup(Record):
-    """`count` nodes of `gpus_per_node` GPUs of one type."""
+    """`count` nodes of `gpus_per_node` GPUs of one type; links of their own where they are not the cluster's."""
 
     count: GpuCount
     gpus_per_node: GpuCount
     gpu: str
+    intra_node: Link | None = Field(default=None, exclude_if=_is_none)
+    inter_node: Link | None = Field(default=None, exclude_if=_is_none)
 
 
 class Cluster(Record):
@@ -108,9 +114,19 @@ class Cluster(Record):
             first_node += group.count
         raise IndexError(f"GPU {rank} of {self.num_gpus}")
 
-    def link_between(self, ranks: tuple[int, ...]) -> Link:
-        """Return the slowest link level that a group of GPUs talks over."""
-        return self.intra_node if len({self.node_at(rank) for rank in ranks}) <= 1 else self.inter_node
+    def links_of(self, group: NodeGroup) -> tuple[Link, Link]:
+        """Return the links inside a node of a group, and from it to others."""
+        return group.intra_node or self.intra_node, group.inter_node or self.inter_node
+
+    @property
+    def has_equal_links(self) -> bool:
+        """Whether all nodes have the same links."""
+        return len({tuple(map(str, self.links_of(group))) for group in self.node_groups}) == 1
+
+    @property
+    def fastest_bytes_per_s(self) -> float:
+        """The bandwidth of the fastest link."""
+        return max(link.bandwidth for group in self.node_groups for link in self.links_of(group))
 
 
 def configs_folder() -> Path:

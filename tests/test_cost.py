@@ -4,12 +4,14 @@ import pytest
 from strategies import chain_profile, equal_profile, layer_cost, make_cluster, make_plan, timed_profile
 
 from planner import cost
-from planner.cluster import Cluster
-from planner.cost.communication import Route, collective_s, ring_route
+from planner.cluster import Cluster, Link
+from planner.cost.communication import Route, collective_s
 from planner.cost.layers import interpolate
+from planner.cost.places import Places
 from planner.errors import ProfileError, UsageError
 from planner.model_profile import Edge, LayerClass, ModelProfile
 from planner.plan import DataParallel, Optimizer, Plan, Precision, Prediction, Schedule
+from planner.records import validate
 from planner.sharding import CollectiveCall, ShardedParameter, Sharding
 
 
@@ -150,10 +152,44 @@ def test_ring_formulas() -> None:
 
 def test_rings_between_nodes_use_every_rank_s_share_of_the_network() -> None:
     cluster = make_cluster(8, gpus_per_node=4, intra=(300.0, 0.1), inter=(50.0, 0.2))
-    assert ring_route(cluster, (0, 1)) == Route(300.0, 0.1)
-    assert ring_route(cluster, (0, 4)) == Route(50.0, 0.2)
-    assert ring_route(cluster, (0, 1, 4, 5)) == Route(100.0, 0.2)
-    assert ring_route(cluster, tuple(range(8))) == Route(200.0, 0.2)
+    places = Places(cluster)
+    assert places.ring((0, 1)) == Route(300.0, 0.1)
+    assert places.ring((0, 4)) == Route(50.0, 0.2)
+    assert places.ring((0, 1, 4, 5)) == Route(100.0, 0.2)
+    assert places.ring(tuple(range(8))) == Route(200.0, 0.2)
+
+
+def test_nodes_with_links_of_their_own_slow_down_whom_they_talk_to() -> None:
+    cluster = make_cluster(12, gpus_per_node=4, intra=(300.0, 0.1), inter=(50.0, 0.2))
+    slow = Link(bandwidth="20B/s", latency="0.5s")  # type: ignore[arg-type]
+    slower = Link(bandwidth="8B/s", latency="0.4s")  # type: ignore[arg-type]
+    nodes = cluster.node_groups[0]
+    groups = (nodes.replace(count=2), nodes.replace(count=1, intra_node=slow, inter_node=slower))
+    places = Places(cluster.model_copy(update={"node_groups": groups}))
+    assert places.ring((0, 1)) == Route(300.0, 0.1)
+    assert places.ring((0, 1, 4, 5)) == Route(100.0, 0.2)
+    assert places.ring((8, 9)) == Route(20.0, 0.5)
+    assert places.ring((0, 8)) == Route(8.0, 0.4)
+    assert places.ring((0, 1, 8, 9)) == Route(16.0, 0.4)
+    assert places.ring((0, 1, 2, 3, 8, 9, 10, 11)) == Route(20.0, 0.4)  # no more than inside the slow node
+    assert places.message_route([0], [1]) == Route(300.0, 0.1)
+    assert places.message_route([0, 1], [4, 5]) == Route(50.0, 0.2)
+    assert places.message_route([0, 8], [4, 1]) == Route(8.0, 0.4)
+    assert places.message_route([8], [9]) == Route(20.0, 0.5)
+
+
+def test_links_of_a_node_group_are_read_and_change_no_hash_where_they_are_none() -> None:
+    cluster = make_cluster(8, gpus_per_node=4)
+    assert "intra_node" not in cluster.model_dump()["node_groups"][0]
+    told = cluster.model_dump(mode="json") | {"node_groups": [{"count": 2, "gpus_per_node": 4, "gpu": "test"}]}
+    told["node_groups"][0]["intra_node"] = {"bandwidth": "32GB/s", "latency": "10us"}
+    for key in ("intra_node", "inter_node"):
+        told[key] = {"bandwidth": "50GB/s", "latency": "10us"}
+    told["memory_reserve"] = "0B"
+    told.pop("gpus")
+    found = validate(Cluster, told, source="test")
+    assert found.links_of(found.node_groups[0])[0].bandwidth == 32e9
+    assert found.fastest_bytes_per_s == 50e9
 
 
 def test_gradients_are_reduced_after_the_last_backward() -> None:

@@ -131,6 +131,11 @@ def describe_cluster(cluster: Cluster, *, assumed: bool) -> str:
         links += (
             f", {cluster.inter_node.bandwidth / 1e9:g} GB/s and {format_seconds(cluster.inter_node.latency)} between"
         )
+    for group in cluster.node_groups:
+        for link, where in ((group.intra_node, "inside"), (group.inter_node, "between")):
+            if link is not None:
+                told = f"{link.bandwidth / 1e9:g} GB/s and {format_seconds(link.latency)}"
+                links += f", {told} {where} nodes of {group.gpu}"
     kind = "cluster, assumed" if assumed else "cluster"
     return f"{kind}: {cluster.name} ({groups}, {memory}, {links}; {format_bytes(cluster.memory_reserve)} kept free)"
 

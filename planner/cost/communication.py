@@ -4,11 +4,10 @@ Rings: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 bandwidth term shown optimal by Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.cluster import Cluster
+from planner.cluster import Link
 from planner.sharding import Collective
 
 
@@ -20,22 +19,19 @@ class Route:
     latency_s: float
 
 
-def ring_route(cluster: Cluster, ranks: tuple[int, ...]) -> Route:
-    """Return the route of a ring over a group.
+def ring_route(nodes: Sequence[tuple[int, Link, Link]]) -> Route:
+    """Return the route of a ring over a group with so many ranks on each of its nodes, which have the given links.
 
-    Between nodes every rank of the group in a node brings its own share of the network, as the rings of NCCL do:
-    the node's bandwidth is theirs together, at most that inside the node. `cluster.link_between` says which level.
+    Between nodes every rank of the group in a node brings its own share of the network, as the rings of NCCL do: the
+    node's bandwidth is theirs together, at most that inside the node. The slowest node counts.
     """
-    return group_route(cluster, Counter(cluster.node_at(rank) for rank in ranks).values())
-
-
-def group_route(cluster: Cluster, per_node: Collection[int]) -> Route:
-    """Return the route of a ring over a group with so many ranks on each of its nodes; see `ring_route`."""
-    if len(per_node) <= 1:
-        return Route(cluster.intra_node.bandwidth, cluster.intra_node.latency)
-    link = cluster.inter_node
-    together = link.bandwidth * min(per_node)
-    return Route(max(link.bandwidth, min(together, cluster.intra_node.bandwidth)), link.latency)
+    if len(nodes) == 1:
+        _, inside, _ = nodes[0]
+        return Route(inside.bandwidth, inside.latency)
+    alone = min(outside.bandwidth for _, _, outside in nodes)
+    together = min(count * outside.bandwidth for count, _, outside in nodes)
+    within = min(inside.bandwidth for _, inside, _ in nodes)
+    return Route(max(alone, min(together, within)), max(outside.latency for _, _, outside in nodes))
 
 
 def slowest(routes: Iterable[Route]) -> Route:

@@ -99,7 +99,8 @@ class Pricer:
 
     def message_route(self, source: Sequence[int], target: Sequence[int]) -> Route:
         """Return the route between two stages: every GPU talks to the one of the same number."""
-        return self.places.message_route(zip(source, target, strict=False))
+        count = min(len(source), len(target))
+        return self.places.message_route(source[:count], target[:count])
 
     def repeats(
         self, tp_degree: int, shardings: Mapping[str, str], first: int = 0

@@ -21,13 +21,14 @@ from planner.plan import Stage
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One direction of a message: pairs of positions, and the different loads that links have.
+    """One direction of a message: who sends to whom, by position, and the different loads that links have.
 
     A load is the parts of a microbatch's rows (of all replicas together, `num_parts`) and the number of times that
     values without rows pass.
     """
 
-    pairs: tuple[tuple[int, int], ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
     loads: tuple[tuple[int, int], ...]
     num_parts: int
 
@@ -70,9 +71,11 @@ def _busy(source: Stage, target: Stage, edges: Sequence[Edge], places: Places, *
         pieces = _slices(*degrees, back=back)
         crossing = [piece for piece in pieces if sender[piece.source] != receiver[piece.target]]
         exchange = _exchange(crossing, math.lcm(source.dp_degree, target.dp_degree), target.dp_degree)
-    if not exchange.pairs:
+    if not exchange.loads:
         return 0.0, Route(float("inf"), 0.0)
-    route = places.message_route((sender[a], receiver[b]) for a, b in exchange.pairs)
+    route = places.message_route(
+        map(sender.__getitem__, exchange.senders), map(receiver.__getitem__, exchange.receivers)
+    )
     rows_of_part = source.microbatch_size * source.dp_degree // exchange.num_parts
     most = max(
         sum(round(edge.bytes_per_row * (parts * rows_of_part)) + times * edge.fixed_bytes for edge in edges)
@@ -104,7 +107,8 @@ def _exchange(pieces: Sequence[Slice], num_parts: int, num_readers: int) -> Exch
             parts, times = loads.get(position, (0, 0))
             loads[position] = (parts + piece.stop - piece.start, times + has_fixed)
     return Exchange(
-        pairs=tuple(dict.fromkeys((piece.source, piece.target) for piece in pieces)),
+        senders=tuple(piece.source for piece in pieces),
+        receivers=tuple(piece.target for piece in pieces),
         loads=tuple(sorted({*sent.values(), *received.values()})),
         num_parts=num_parts,
     )

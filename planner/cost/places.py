@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import accumulate
 from operator import eq
 
-from planner.cluster import Cluster, Gpu
-from planner.cost.communication import Route, collective_s, group_route, slowest
+from planner.cluster import Cluster, Gpu, Link
+from planner.cost.communication import Route, collective_s, ring_route, slowest
 from planner.cost.states import StateRules
 
 
@@ -42,6 +42,7 @@ class Places:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._rings: dict[tuple[int, ...], Route] = {}
+        self._between: dict[int, Route] = {}  # by the ranks on the node with fewest, where nodes have equal links
         self._tensor: dict[tuple[tuple[int, ...], int], Route] = {}
         self._data: dict[tuple[tuple[int, ...], int, int], DataRoutes] = {}
 
@@ -55,6 +56,21 @@ class Places:
             )
             for _ in range(size)
         ]
+
+    @cached_property
+    def _links(self) -> list[tuple[Link, Link]]:
+        """The links inside every node, and from it to others."""
+        groups = self.cluster.node_groups
+        return [links for group in groups for links in [self.cluster.links_of(group)] * group.count]
+
+    @cached_property
+    def _inside(self) -> list[Route]:
+        """The route of rings inside every node."""
+        return [ring_route([(1, *links)]) for links in self._links]
+
+    @cached_property
+    def _has_equal_links(self) -> bool:
+        return self.cluster.has_equal_links
 
     def count_types(self, gpus: Sequence[int]) -> dict[str, int]:
         """Return how many of some GPUs are of each type, in the order of the cluster's groups."""
@@ -79,7 +95,16 @@ class Places:
         return self._rings[ranks]
 
     def _ring(self, ranks: Iterable[int]) -> Route:
-        return group_route(self.cluster, Counter(map(self.node_of.__getitem__, ranks)).values())
+        nodes = list(map(self.node_of.__getitem__, ranks))
+        if len(set(nodes)) == 1:
+            return self._inside[nodes[0]]
+        counts = Counter(nodes)
+        if not self._has_equal_links:
+            return ring_route([(count, *self._links[node]) for node, count in counts.items()])
+        fewest = min(counts.values())
+        if fewest not in self._between:
+            self._between[fewest] = ring_route([(fewest, *self._links[0])] * 2)
+        return self._between[fewest]
 
     def tensor_route(self, gpus: Sequence[int], tp_degree: int) -> Route:
         """Return the route of a stage's tensor-parallel groups, which work in step."""
@@ -105,10 +130,13 @@ class Places:
             self._data[key] = DataRoutes(slowest(within or {alone}), slowest(across or {alone}))
         return self._data[key]
 
-    def message_route(self, pairs: Iterable[tuple[int, int]]) -> Route:
-        """Return the route of messages between pairs of GPUs that are sent at the same time: the slowest counts."""
-        sources, targets = zip(*pairs, strict=True)
-        node = self.node_of.__getitem__
-        together = set(map(eq, map(node, sources), map(node, targets)))
-        links = [self.cluster.intra_node if is_inside else self.cluster.inter_node for is_inside in sorted(together)]
+    def message_route(self, sources: Iterable[int], targets: Iterable[int]) -> Route:
+        """Return the route of messages from each source to each target at the same time: the slowest counts."""
+        starts, stops = map(self.node_of.__getitem__, sources), map(self.node_of.__getitem__, targets)
+        if self._has_equal_links:
+            together = set(map(eq, starts, stops))
+            links = [self._links[0][0 if is_inside else 1] for is_inside in sorted(together)]
+        else:
+            ends = set(zip(starts, stops, strict=True))
+            links = [self._links[end][0 if a == b else 1] for a, b in sorted(ends) for end in (a, b)]
         return slowest(Route(link.bandwidth, link.latency) for link in links)

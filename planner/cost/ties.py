@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
 
-from planner.cost.communication import Route, collective_s, slowest
+from planner.cost.communication import collective_s, slowest
 from planner.cost.layers import REPLICATED, parameter_sharding, tie_conflict
 from planner.cost.places import Places
 from planner.cost.states import MASTER_BYTES
@@ -85,6 +85,6 @@ def _sum_s(num_elements: int, width: int, stages: Sequence[Stage], layouts: Sequ
                 pairs.add(pair)
     if not pairs:
         return 0.0
-    route: Route = places.message_route(pairs)
+    route = places.message_route(*zip(*pairs, strict=True))
     most = max(*sent.values(), *received.values())
     return route.latency_s + most / length * num_elements * width / route.bandwidth_bytes_per_s

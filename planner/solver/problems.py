@@ -75,7 +75,7 @@ class Problems:
             (spines[0], spines[1]),
             [(shared, repeat[2]) for shared, repeat in zip(pricer.shared, pricer.repeats(tp, shardings), strict=True)],
             rules,
-            max(cluster.intra_node.bandwidth, cluster.inter_node.bandwidth),
+            cluster.fastest_bytes_per_s,
             self.space.limits.recompute_fraction,
         )
 

@@ -292,7 +292,12 @@ def _comparable(numbers: LayerNumbers) -> list[float]:
 
 
 def regular_node_size(cluster: Cluster) -> int | None:
-    """Return the GPUs of every node where only the last node may have fewer, so that rank r is on node r // size."""
+    """Return the GPUs of every node where only the last node may have fewer, so that rank r is on node r // size.
+
+    None where nodes have links of their own: then it counts which ones a group is on.
+    """
+    if not cluster.has_equal_links:
+        return None
     *groups, last = cluster.node_groups
     size = groups[0].gpus_per_node if groups else last.gpus_per_node
     regular = all(group.gpus_per_node == size for group in groups)
