@@ -223,11 +223,15 @@ class Repricing:
         optimizer = (3 + 2 * STATES[self.plan.optimizer]) * master * count / n / memory
         return before, reduce, optimizer
 
+    def holders(self, layers: Iterable[int]) -> list[int]:
+        """The stages that hold what layers read."""
+        return sorted({self.stage_of[layer] for layer in layers})
+
     def ties(self) -> list[tuple[list[int], float]]:
         """Stages that share a parameter, and seconds of summing its gradient between them: every element followed."""
         found = []
         for readers, is_trained, elements in self.storages():
-            stages = sorted({self.stage_of[layer] for layer, _ in readers})
+            stages = self.holders([layer for layer, _ in readers])
             if len(stages) == 1 or not is_trained:
                 continue
             held: list[dict[int, tuple[int, int]]] = []  # by stage: what each position holds, in parts of 48
@@ -327,25 +331,44 @@ class Repricing:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def peak_bytes(self, s: int) -> int:
-        stage, layers, count = self.plan.stages[s], self.layers_of[s], self.elements(s)
+    def states_bytes(self, s: int) -> int:
+        stage, count = self.plan.stages[s], self.elements(s)
         n, master = self.shards(stage), MASTER[self.plan.precision]
         copies = stage.dp_degree > 1 or self.plan.precision == "bf16-mixed"
         states = -(-count * master // n) + (count * WORKING[self.plan.precision] if copies else 0)
         states += count * master + (-(-count * master // n) if n > 1 else 0)
-        states += -(-count * master * STATES[self.plan.optimizer] // n)
-        rows = stage.microbatch_size
-        remade = {layer for layer in layers if self.profile.layers[layer].name in stage.recompute}
+        return states + -(-count * master * STATES[self.plan.optimizer] // n)
+
+    def apart(self, a: int, b: int) -> bool:
+        """Whether two stages are on different GPUs."""
+        return a != b
+
+    def buffer_bytes(self, s: int) -> int:
         received = received_grad = sent = sent_grad = 0
         for edge in self.profile.edges:
-            size = edge.num_bytes(rows)
+            size = edge.num_bytes(self.plan.stages[s].microbatch_size)
+            start = self.stage_of[edge.producer]
             ends = [self.stage_of[consumer] for consumer in edge.consumers]
-            if self.stage_of[edge.producer] < s and s in ends:
+            if start < s and s in ends and self.apart(start, s):
                 received += size
                 received_grad += size if edge.needs_grad else 0
-            if self.stage_of[edge.producer] == s and max(ends) > s:
+            if start == s and any(end > s and self.apart(s, end) for end in ends):
                 sent += size
                 sent_grad += size if edge.needs_grad else 0
+        return received + sent + 2 * sent_grad + received_grad
+
+    def remade(self, s: int) -> set[int]:
+        names = self.plan.stages[s].recompute
+        return {layer for layer in self.layers_of[s] if self.profile.layers[layer].name in names}
+
+    def kept_bytes(self, s: int, remade: set[int]) -> int:
+        stage, layers = self.plan.stages[s], self.layers_of[s]
+        rows = stage.microbatch_size
+        received = sum(
+            edge.num_bytes(rows)
+            for edge in self.profile.edges
+            if self.stage_of[edge.producer] < s and s in {self.stage_of[consumer] for consumer in edge.consumers}
+        )
         kept = max(received, 0 if layers[0] in remade else self.size(layers[0], stage, "saved_input_bytes"))
         for layer in layers:
             kept += 0 if layer in remade else self.size(layer, stage, "activation_bytes")
@@ -353,14 +376,23 @@ class Repricing:
                 read = sum(edge.num_bytes(rows) for edge in self.profile.edges if layer in edge.consumers)
                 left = 0 if layer - 1 in remade else self.size(layer - 1, stage, "saved_output_bytes")
                 kept += max(left, read if layer in remade else self.size(layer, stage, "saved_input_bytes"))
-        kept += 0 if layers[-1] in remade else self.size(layers[-1], stage, "saved_output_bytes")
-        m, p = self.plan.num_microbatches, len(self.plan.stages)
-        kept *= m if self.plan.schedule == "gpipe" else min(m, p - s)
-        transient = max(
+        return kept + (0 if layers[-1] in remade else self.size(layers[-1], stage, "saved_output_bytes"))
+
+    def transient_bytes(self, s: int, remade: set[int]) -> int:
+        stage = self.plan.stages[s]
+        return max(
             self.size(layer, stage, "transient_bytes")
             + (self.size(layer, stage, "activation_bytes") if layer in remade else 0)
-            for layer in layers
+            for layer in self.layers_of[s]
         )
-        largest = max(int(self.slow(layer, stage, "trainable_param_count")) for layer in layers)
-        buffers = received + sent + 2 * sent_grad + received_grad + (largest * master if stage.dp_degree > 1 else 0)
-        return states + kept + transient + buffers + self.cluster.memory_reserve
+
+    def bucket_bytes(self, s: int) -> int:
+        stage = self.plan.stages[s]
+        largest = max(int(self.slow(layer, stage, "trainable_param_count")) for layer in self.layers_of[s])
+        return largest * MASTER[self.plan.precision] if stage.dp_degree > 1 else 0
+
+    def peak_bytes(self, s: int) -> int:
+        m, p, remade = self.plan.num_microbatches, len(self.plan.stages), self.remade(s)
+        kept = self.kept_bytes(s, remade) * (m if self.plan.schedule == "gpipe" else min(m, p - s))
+        held = self.states_bytes(s) + kept + self.transient_bytes(s, remade)
+        return held + self.buffer_bytes(s) + self.bucket_bytes(s) + self.cluster.memory_reserve

@@ -55,11 +55,13 @@ def stage_values(
 
     received = received_grad = sent = sent_grad = 0
     for edge in profile.edges:
+        if edge.producer >= stop or edge.consumers[-1] < first:
+            continue
         if edge.producer < first:
             if not near(edge.producer) and any(first <= consumer < stop for consumer in edge.consumers):
                 received += edge.num_bytes(rows)
                 received_grad += edge.num_bytes(rows) if edge.needs_grad else 0
-        elif edge.producer < stop <= edge.consumers[-1] and not all(near(c) for c in edge.consumers if c >= stop):
+        elif stop <= edge.consumers[-1] and not all(near(c) for c in edge.consumers if c >= stop):
             sent += edge.num_bytes(rows)
             sent_grad += edge.num_bytes(rows) if edge.needs_grad else 0
     return StageValues(received, received_grad, sent, sent_grad)

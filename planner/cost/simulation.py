@@ -38,16 +38,10 @@ class Played:
         return tuple(ends[-1] for ends in self.ends_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mailbox:
-    """What one stage still waits for and what has arrived, by microbatch; of forwards or of backwards."""
-
-    group: int
-    missing: list[int]
-    arrived: list[float]
-
-
-_Sent = tuple[int, float, float, _Mailbox]  # link, busy, latency, where to
+# Plain lists and tuples: this loop is most of what a price takes. By microbatch, what a stage still waits for, and when
+# the last of what came did; what leaves it, as (link, busy, latency, missing, arrived, group) of the receiver.
+_Box = tuple[list[int], list[float]]
+_Sent = tuple[int, float, float, list[int], list[float], int]
 
 
 def play(
@@ -72,11 +66,8 @@ def play(
     for message in messages:
         waiting["F"][message.target] += 1
         waiting["B"][message.source] += message.has_gradient
-    boxes = {
-        kind: [
-            _Mailbox(group_of[stage], [counts[stage]] * num_microbatches, [0.0] * num_microbatches)
-            for stage in range(num_stages)
-        ]
+    boxes: dict[str, list[_Box]] = {
+        kind: [([counts[stage]] * num_microbatches, [0.0] * num_microbatches) for stage in range(num_stages)]
         for kind, counts in waiting.items()
     }
     links: dict[tuple[int, int], int] = {}
@@ -84,18 +75,18 @@ def play(
     for message in messages:
         source, target = group_of[message.source], group_of[message.target]
         link = links.setdefault((source, target), len(links))
-        there = (link, message.forward_busy_s, message.forward_latency_s, boxes["F"][message.target])
+        there = (link, message.forward_busy_s, message.forward_latency_s, *boxes["F"][message.target], target)
         sent["F"][message.source].append(there)
         if message.has_gradient:
             link = links.setdefault((target, source), len(links))
-            back = (link, message.backward_busy_s, message.backward_latency_s, boxes["B"][message.source])
+            back = (link, message.backward_busy_s, message.backward_latency_s, *boxes["B"][message.source], source)
             sent["B"][message.target].append(back)
-    nothing = _Mailbox(-1, [0] * num_microbatches, [0.0] * num_microbatches)
-    does: dict[str, list[tuple[float, _Mailbox, list[_Sent]]]] = {
-        "F": list(zip(forward_s, boxes["F"], sent["F"], strict=True)),
-        "B": list(zip(backward_s, boxes["B"], sent["B"], strict=True)),
-        "I": list(zip(input_s, boxes["B"], sent["B"], strict=False)),
-        "W": [(seconds, nothing, []) for seconds in weight_s],
+    nothing = ([0] * num_microbatches, [0.0] * num_microbatches)
+    does: dict[str, list[tuple[float, list[int], list[float], list[_Sent]]]] = {
+        "F": [(s, *box, out) for s, box, out in zip(forward_s, boxes["F"], sent["F"], strict=True)],
+        "B": [(s, *box, out) for s, box, out in zip(backward_s, boxes["B"], sent["B"], strict=True)],
+        "I": [(s, *box, out) for s, box, out in zip(input_s, boxes["B"], sent["B"], strict=False)],
+        "W": [(s, *nothing, []) for s in weight_s],
     }
     link_free = [0.0] * len(links)
     free = list(ready_s)
@@ -110,26 +101,26 @@ def play(
         while here < len(todo):
             action = todo[here]
             microbatch = action.microbatch
-            seconds, box, out = does[action.kind][action.stage]
-            if box.missing[microbatch]:
+            seconds, missing, arrived, out = does[action.kind][action.stage]
+            if missing[microbatch]:
                 break
-            came = box.arrived[microbatch]
+            came = arrived[microbatch]
             if came > now:
                 now = came
             starts_here.append(now)
             now += seconds
             ends_here.append(now)
             here += 1
-            for link, busy, latency, to in out:
+            for link, busy, latency, missing, arrived, other in out:
                 left = link_free[link]
                 left = (left if left > now else now) + busy
                 link_free[link] = left
                 left += latency
-                if left > to.arrived[microbatch]:
-                    to.arrived[microbatch] = left
-                to.missing[microbatch] -= 1
-                if not to.missing[microbatch]:
-                    pending.append(to.group)
+                if left > arrived[microbatch]:
+                    arrived[microbatch] = left
+                missing[microbatch] -= 1
+                if not missing[microbatch]:
+                    pending.append(other)
         position[group], free[group] = here, now
     if any(position[group] < len(actions[group]) for group in range(num_groups)):
         stuck = next(group for group in range(num_groups) if position[group] < len(actions[group]))
