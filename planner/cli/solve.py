@@ -1,5 +1,6 @@
 """`planner solve --gpus N`: the best plan, to plan.py."""
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +26,10 @@ from planner.plan import Optimizer, Precision
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster
+    from planner.model_profile import ModelProfile
     from planner.plan import Plan
+    from planner.solver import Solution, SolveRequest
+    from planner.solver.pareto import Front
 
 NO_PLAN = 1
 MANY_GPUS, MANY_GPUS_LIMIT_S = 16384, 60.0  # more are searched for this long, unless told otherwise
@@ -67,6 +71,9 @@ def solve(
         str | None,
         typer.Option(metavar="TIME", help="Stop searching after this time, with the gap told (60s above 16384 GPUs)."),
     ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Show, too, what less memory or fewer GPUs cost: the Pareto front.")
+    ] = False,
     theoretical: Annotated[bool, typer.Option("--theoretical", help="Allow plans that can't be emitted yet.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a plan that was edited by hand.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = Path(
@@ -115,6 +122,7 @@ def solve(
         time_limit_s=time_limit_s,
         theoretical=theoretical,
     )
+    end = None if time_limit_s is None else time.monotonic() + time_limit_s
     with progress_bar("solve") as progress:
         solution = search(
             file.profile,
@@ -124,7 +132,7 @@ def solve(
             progress=progress,
             enlarge=None if cluster_path(cluster) else lambda count: choose_cluster(cluster, count, file.profile),
         )
-    from planner.report import plan_table, solution_json
+    from planner.report import pareto_json, pareto_table, plan_table, solution_json
 
     if solution.plan is None:
         if as_json:
@@ -143,12 +151,15 @@ def solve(
     problem = unrunnable(solution.plan)
     if not imported_from and not problem:
         write_plan(emit(solution.plan, file.profile), output, force=force)
-    if as_json:
-        write_json(solution_json(solution))
-    else:
+    if not as_json:
         write_table(plan_table(solution.plan))
         if not imported_from and not problem:
             write_line(torchrun_line(solution.plan, chosen))
+    front = _front(solution, file.profile, chosen, request, end) if pareto else None
+    if as_json:
+        write_json(solution_json(solution) | ({} if front is None else {"pareto": pareto_json(front, chosen)}))
+    elif front is not None:
+        write_table(pareto_table(front, chosen))
     if imported_from:
         say(f"note: the profile was imported from {imported_from} and has no model: no {output.name} is written")
         return
@@ -160,6 +171,24 @@ def solve(
         for note in (*coupling_notes(file.profile.loss, is_known=is_known), *(() if is_known else (NO_LOSS,))):
             say(f"note: {note}")
     say(f"wrote {output}")
+
+
+def _front(
+    solution: "Solution", profile: "ModelProfile", cluster: "Cluster", request: "SolveRequest", end: float | None
+) -> "Front":
+    from planner.solver.pareto import pareto
+
+    assert solution.plan is not None
+    with progress_bar("pareto") as progress:
+        return pareto(
+            solution.plan,
+            profile,
+            cluster,
+            request,
+            gap_fraction=solution.gap_fraction,
+            progress=progress,
+            left_s=lambda: None if end is None else end - time.monotonic(),
+        )
 
 
 def torchrun_line(plan: "Plan", cluster: "Cluster") -> str:

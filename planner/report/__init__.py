@@ -2,6 +2,7 @@
 
 from planner.report.comparison import comparison_json, comparison_table
 from planner.report.json_objects import plan_json, solution_json
+from planner.report.pareto import pareto_json, pareto_table
 from planner.report.plan_tables import explain, plan_table
 from planner.report.profile_tables import profile_table
 from planner.report.sensitivity import sensitivity_json, sensitivity_table
@@ -12,6 +13,8 @@ __all__ = [
     "comparison_json",
     "comparison_table",
     "explain",
+    "pareto_json",
+    "pareto_table",
     "plan_json",
     "plan_table",
     "profile_table",
