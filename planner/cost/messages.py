@@ -15,7 +15,7 @@ from planner.cost.communication import Route, transfer_s
 from planner.cost.places import Places
 from planner.cost.simulation import Message
 from planner.model_profile import Edge, ModelProfile
-from planner.pairing import Slice, row_slices
+from planner.pairing import row_slices
 from planner.plan import Stage
 
 
@@ -65,14 +65,7 @@ def _busy(source: Stage, target: Stage, edges: Sequence[Edge], places: Places, *
     """Return for how long the values of `edges` (`back`: their gradients) keep the busiest link busy, and the route."""
     degrees = (source.tp_degree, source.dp_degree, target.tp_degree, target.dp_degree)
     sender, receiver = (target.gpus, source.gpus) if back else (source.gpus, target.gpus)
-    if set(sender).isdisjoint(receiver):
-        exchange = between(*degrees, back=back)
-    else:  # what stays on a GPU takes no link
-        pieces = _slices(*degrees, back=back)
-        crossing = [piece for piece in pieces if sender[piece.source] != receiver[piece.target]]
-        exchange = _exchange(crossing, math.lcm(source.dp_degree, target.dp_degree), target.dp_degree)
-    if not exchange.loads:
-        return 0.0, Route(float("inf"), 0.0)
+    exchange = between(*degrees, back=back)
     route = places.message_route(
         map(sender.__getitem__, exchange.senders), map(receiver.__getitem__, exchange.receivers)
     )
@@ -86,23 +79,16 @@ def _busy(source: Stage, target: Stage, edges: Sequence[Edge], places: Places, *
 
 @lru_cache(maxsize=4096)
 def between(source_tp: int, source_dp: int, target_tp: int, target_dp: int, *, back: bool = False) -> Exchange:
-    """Return the pairs and loads of messages between stages of these degrees; `back`: of the gradients."""
-    pieces = _slices(source_tp, source_dp, target_tp, target_dp, back=back)
-    return _exchange(pieces, math.lcm(source_dp, target_dp), target_dp)
-
-
-def _slices(source_tp: int, source_dp: int, target_tp: int, target_dp: int, *, back: bool) -> tuple[Slice, ...]:
+    """Return who sends to whom, and the loads, between stages of these degrees; `back`: of the gradients."""
+    num_parts = math.lcm(source_dp, target_dp)
     if back:
-        return row_slices(target_tp, target_dp, source_tp, source_dp)
-    return row_slices(source_tp, source_dp, target_tp, target_dp)
-
-
-def _exchange(pieces: Sequence[Slice], num_parts: int, num_readers: int) -> Exchange:
-    """Return pairs and loads of slices of `num_parts` parts; `num_readers` replicas of the later stage read them."""
+        pieces = row_slices(target_tp, target_dp, source_tp, source_dp)
+    else:
+        pieces = row_slices(source_tp, source_dp, target_tp, target_dp)
     sent: dict[int, tuple[int, int]] = {}
     received: dict[int, tuple[int, int]] = {}
     for piece in pieces:
-        has_fixed = piece.start % (num_parts // num_readers) == 0
+        has_fixed = piece.start % (num_parts // target_dp) == 0  # the first rows of a replica of the later stage
         for loads, position in ((sent, piece.source), (received, piece.target)):
             parts, times = loads.get(position, (0, 0))
             loads[position] = (parts + piece.stop - piece.start, times + has_fixed)

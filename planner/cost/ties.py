@@ -79,12 +79,9 @@ def _sum_s(num_elements: int, width: int, stages: Sequence[Stage], layouts: Sequ
         share = length // math.lcm(held.num_pieces, wanted.num_pieces)
         for piece in parameter_slices(held, wanted):
             pair = (source.gpus[piece.source], target.gpus[piece.target])
-            if pair[0] != pair[1]:
-                sent[pair[0]] += (piece.stop - piece.start) * share
-                received[pair[1]] += (piece.stop - piece.start) * share
-                pairs.add(pair)
-    if not pairs:
-        return 0.0
+            sent[pair[0]] += (piece.stop - piece.start) * share
+            received[pair[1]] += (piece.stop - piece.start) * share
+            pairs.add(pair)
     route = places.message_route(*zip(*pairs, strict=True))
     most = max(*sent.values(), *received.values())
     return route.latency_s + most / length * num_elements * width / route.bandwidth_bytes_per_s
