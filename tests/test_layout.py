@@ -17,7 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("records", "names", "torchvision_operators", "example_rows", "own_functions", "recomputation", "random_operators"),
     ("arguments", "program", "sharding"),
     ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
-    ("graph", "schedule", "pairing", "runnable", "merged_profile", "cost", "hand_written"),
+    ("graph", "orders", "schedule", "pairing", "runnable", "merged_profile", "cost", "hand_written"),
     ("profiler", "solver", "emitter", "runner"),
     ("report", "peers"),
     ("cli", "__main__"),

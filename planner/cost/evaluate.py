@@ -19,6 +19,7 @@ from planner.cost.ties import tied_sums
 from planner.errors import UsageError
 from planner.graph import shared_storages
 from planner.model_profile import ModelProfile
+from planner.orders import profile_of_plan
 from planner.plan import SPLIT_SCHEDULES, MemoryUse, Plan, Prediction, Stage, StagePrediction, coverage_problem
 from planner.schedule import group_actions, held_at_once
 
@@ -37,6 +38,9 @@ class Pricer:
         self._numbers: dict[tuple[str, int, int, str, Route, str], LayerNumbers] = {}
         self._inputs: dict[int, tuple[int, ...]] = {}
         self.parameters = ParameterCounts(profile, self.shared)
+        read = {(edge.producer, consumer) for edge in profile.edges for consumer in edge.consumers}
+        self._apart = {layer for layer in range(1, len(profile.layers)) if (layer - 1, layer) not in read}
+        self._orders: dict[tuple[str, ...], Pricer] = {}
 
     def numbers(
         self, class_name: str, rows: int, tp_degree: int, sharding: str, route: Route, gpu: str | None = None
@@ -73,7 +77,11 @@ class Pricer:
             )
             for name in self._classes
         }
-        return tuple(by_class[layer.layer_class] for layer in self.profile.layers)
+        apart = {name: replace(numbers, apart=True) for name, numbers in by_class.items()}
+        return tuple(
+            (apart if index in self._apart else by_class)[layer.layer_class]
+            for index, layer in enumerate(self.profile.layers)
+        )
 
     def inputs(self, rows: int) -> tuple[int, ...]:
         """Return the bytes of other layers' values that each layer reads."""
@@ -181,7 +189,23 @@ class Pricer:
             return None  # a profile without FLOPs, as imported ones are, says nothing of them
         return 3.0 * self.profile.forward_flops_per_row * plan.global_batch_size / (step_s * total)
 
+    def in_order(self, names: Sequence[str]) -> "Pricer":
+        """Return the pricer of the profile in the order of these layers; itself where they are no order of them."""
+        found = profile_of_plan(self.profile, names)
+        if found is self.profile:
+            return self
+        key = tuple(names)
+        if key not in self._orders:
+            other = Pricer(found, self.cluster)
+            # costs are those of classes, routes those of the cluster
+            other._numbers, other._gpu_costs, other.places = self._numbers, self._gpu_costs, self.places
+            self._orders = {key: other}
+        return self._orders[key]
+
     def _price(self, plan: Plan) -> PricedStages:
+        ordered = self.in_order([name for stage in plan.stages for name in stage.layers])
+        if ordered is not self:
+            return ordered._price(plan)
         spans = self._spans(plan)
         groups, split = plan.groups, plan.schedule in SPLIT_SCHEDULES
         setting = (plan.schedule, len(groups), plan.num_microbatches, plan.num_chunks)

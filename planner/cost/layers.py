@@ -20,7 +20,7 @@ class LayerNumbers:
     """One layer for one microbatch: seconds of compute and of tensor-parallel collectives, bytes, parameter elements.
 
     `backward_weight_s` is what of `backward_s` the gradients of weights take. `partial` are the elements of replicated
-    parameters whose gradients are summed over the tensor-parallel group.
+    parameters whose gradients are summed over the tensor-parallel group. `apart`: it reads nothing of the layer before.
     """
 
     forward_s: float
@@ -35,6 +35,7 @@ class LayerNumbers:
     trainable: int
     frozen: int
     partial: int
+    apart: bool = False
 
     @property
     def recompute_s(self) -> float:

@@ -1,7 +1,8 @@
 """Bytes that live and die with microbatches: activations, values between stages, transients.
 
 A layer keeps `activation_bytes` from its forward to its backward. Between two neighbours the tensor is the output of
-one and the input of the other: kept once, as large as what either saves. A recomputed layer keeps its inputs only,
+one and the input of the other: kept once, as large as what either saves, unless the second reads nothing of the first
+(`LayerNumbers.apart`): then they are two. A recomputed layer keeps its inputs only,
 and has its activations again while its own backward runs. What a stage receives it holds as long as any of it.
 
 Where backwards are split, everything is kept until the gradients of weights are done, as Qi et al. do ("Zero Bubble
@@ -67,6 +68,11 @@ def stage_values(
     return StageValues(received, received_grad, sent, sent_grad)
 
 
+def between_bytes(left: int, own: int, layer: LayerNumbers) -> int:
+    """Return what is kept between a layer that saves `left` of its output and the next `layer`, with `own` inputs."""
+    return left + own if layer.apart else max(left, own)
+
+
 def activation_bytes(
     layers: Sequence[LayerNumbers], inputs: Sequence[int], received: int, first: int, stop: int, remade: Collection[int]
 ) -> int:
@@ -78,7 +84,7 @@ def activation_bytes(
             total += layer.activation_bytes
         left = layers[index - 1].saved_output_bytes if index > first and index - 1 not in remade else 0
         if index > first:
-            total += max(left, inputs[index] if index in remade else layer.saved_input_bytes)
+            total += between_bytes(left, inputs[index] if index in remade else layer.saved_input_bytes, layer)
     return total + (0 if stop - 1 in remade else layers[stop - 1].saved_output_bytes)
 
 

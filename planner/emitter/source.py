@@ -18,6 +18,7 @@ from planner.emitter.stages import StageCode, stage_codes
 from planner.errors import EmitError
 from planner.graph import shared_storages
 from planner.model_profile import Loss, ModelProfile
+from planner.orders import profile_of_plan
 from planner.plan import Plan
 from planner.runnable import unrunnable
 from planner.units import counted, format_bytes, format_seconds
@@ -38,6 +39,7 @@ def emit(plan: Plan, profile: ModelProfile) -> str:
             f"no code can be written yet for this plan: it {problem}",
             hint="solve without --theoretical for one that can",
         )
+    profile = profile_of_plan(profile, [name for stage in plan.stages for name in stage.layers])
     stages = stage_codes(plan, profile)
     groups = tied_groups(profile)
     tied = frozenset(name for group in groups for name in group)

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from planner.cost.layers import LayerNumbers
-from planner.cost.memory import activation_bytes, transient_bytes
+from planner.cost.memory import activation_bytes, between_bytes, transient_bytes
 
 MAX_LABELS = 3000
 _TICKS_PER_S = 1e15
@@ -161,7 +161,7 @@ class RecomputeChoices:
         for (first_remade, last_remade), labels in front.items():
             output = 0 if last_remade else left.saved_output_bytes
             for remade in self._allowed[index]:
-                between = max(output, self._inputs[index] if remade else layer.saved_input_bytes)
+                between = between_bytes(output, self._inputs[index] if remade else layer.saved_input_bytes, layer)
                 kept = between + (0 if remade else layer.activation_bytes)
                 transient = layer.transient_bytes + (layer.activation_bytes if remade else 0)
                 ticks = self._ticks[index] if remade else 0
@@ -192,9 +192,14 @@ class RecomputeChoices:
         terms: list[Any] = [self._layers[index].activation_bytes * (1 - x[index]) for index in span]
         for before, index in pairwise(span):  # (3), what is kept between neighbours
             between = model.new_int_var(0, largest, f"between_{index}")
-            model.add(between >= self._layers[before].saved_output_bytes * (1 - x[before]))
+            left = self._layers[before].saved_output_bytes * (1 - x[before])
             saved = self._layers[index].saved_input_bytes
-            model.add(between >= saved + (self._inputs[index] - saved) * x[index])
+            own = saved + (self._inputs[index] - saved) * x[index]
+            if self._layers[index].apart:
+                model.add(between >= left + own)
+            else:
+                model.add(between >= left)
+                model.add(between >= own)
             terms.append(between)
         held = model.new_int_var(received, max(received, largest), "held")
         model.add(held >= self._layers[first].saved_input_bytes * (1 - x[first]))

@@ -15,6 +15,7 @@ from planner.cluster import Gpu
 from planner.cost.communication import Route, collective_s
 from planner.cost.evaluate import Pricer
 from planner.cost.layers import LayerNumbers
+from planner.cost.memory import between_bytes
 from planner.cost.places import DataRoutes
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
 from planner.sharding import Collective
@@ -155,7 +156,7 @@ class LayerTable:
             if remade:
                 between[index] = min(saved, inputs[index])
             else:
-                between[index] = max(layers[index - 1].saved_output_bytes, saved)
+                between[index] = between_bytes(layers[index - 1].saved_output_bytes, saved, layers[index])
         sums = _prefix_ints([a + b for a, b in zip(own, between, strict=True)])
         kept = np.asarray(differences(sums), dtype=np.int64) - np.array([*between, 0], dtype=np.int64)[:, None]
         first = np.array([*(0 if remade else layer.saved_input_bytes for layer in layers), 0], dtype=np.int64)
