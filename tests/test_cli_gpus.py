@@ -75,3 +75,45 @@ def test_edited_plans_that_no_runtime_runs_are_refused_by_verify(run: Run, folde
     Path("plan.py").write_text(edited)
     done = run("verify", "plan.py", "--model", "model.py")
     done.assert_one_error(1, "plan.py can't be run yet", "shards stage 0 over 2 of 4 replicas")
+
+
+MIXED = """
+memory_reserve = "1GiB"
+source = "a test"
+
+[[node_groups]]
+count = 1
+gpus_per_node = 2
+gpu = "h100-sxm"
+
+[[node_groups]]
+count = 1
+gpus_per_node = 2
+gpu = "l40s"
+intra_node = { bandwidth = "32GB/s", latency = "10us" }
+
+[intra_node]
+bandwidth = "450GB/s"
+latency = "5us"
+
+[inter_node]
+bandwidth = "50GB/s"
+latency = "10us"
+"""
+
+
+def test_hand_written_plans_are_compared_on_a_mixed_cluster(run: Run, folder: Path) -> None:
+    on("h100-sxm", 1.0, "a.json")
+    Path("mixed.toml").write_text(MIXED)
+    words = '"num_microbatches": 1, "schedule": "1f1b", "data_parallel": "replicated", "global_batch_size": 2'
+    step = f'{words}, "optimizer": "adamw", "precision": "bf16"'
+    for name, gpus in (("fast", (0, 1)), ("both", (0, 2))):
+        stage = {"layers": ("linear",), "dp_degree": 2, "gpus": gpus}
+        Path(f"{name}.py").write_text(f"PLAN = {{{step}, 'stages': [{stage}]}}\n")
+    done = run("compare", "fast.py", "both.py", "--profile", "a.json", "--cluster", "mixed.toml")
+    assert done.code == 0, done.err
+    assert "32 GB/s and 10 us inside nodes of l40s" in done.err
+    assert "warning: times on l40s are scaled by roofline from those of h100-sxm" in done.err
+    assert "h100-sxm + l40s" in done.out
+    assert "both.py against fast.py: " in done.out
+    assert "slower" in done.out

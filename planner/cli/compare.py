@@ -11,6 +11,7 @@ from planner.cli.inputs import (
     choose_precision,
     describe_cluster,
     describe_profile,
+    device_mismatch,
     plan_origin,
 )
 from planner.cli.output import progress_bar, say, write_json, write_table
@@ -75,6 +76,8 @@ def compare(
     needed = max([written_gpus(one, filled) for one in written] + [rank + 1 for rank in ranks])
     chosen = cluster_of(named, cluster, needed, file.profile)
     say(describe_cluster(chosen, assumed=cluster is None and not named))
+    if warning := device_mismatch(file.profile, chosen):
+        say(f"warning: {warning}")
     step = _step(named[0][1] if named else None, file, filled or needed, global_batch_size)
     say(f"step: {counted(step.global_batch_size, 'sample')}, {step.optimizer}, {step.precision}")
     origin = plan_origin(file, chosen, cluster)

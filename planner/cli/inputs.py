@@ -132,7 +132,7 @@ def describe_cluster(cluster: Cluster, *, assumed: bool) -> str:
             f", {cluster.inter_node.bandwidth / 1e9:g} GB/s and {format_seconds(cluster.inter_node.latency)} between"
         )
     for group in cluster.node_groups:
-        for link, where in ((group.intra_node, "inside"), (group.inter_node, "between")):
+        for link, where in ((group.intra_node, "inside"), (group.inter_node, "from")):
             if link is not None:
                 told = f"{link.bandwidth / 1e9:g} GB/s and {format_seconds(link.latency)}"
                 links += f", {told} {where} nodes of {group.gpu}"

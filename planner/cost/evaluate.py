@@ -1,5 +1,6 @@
 """`evaluate`: the only place where a plan is priced."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -178,9 +179,11 @@ class Pricer:
 
     def _mfu(self, plan: Plan, step_s: float) -> float | None:
         """Return model FLOPs (three forwards of useful work, no recomputation) over what the GPUs could do; or None."""
-        gpus = [rank for stages in plan.groups for rank in plan.stages[stages[0]].gpus]
+        counts: Counter[str] = Counter()
+        for stages in plan.groups:
+            counts.update(self.places.count_types(plan.stages[stages[0]].gpus))
         total = 0.0
-        for name, count in self.places.count_types(gpus).items():
+        for name, count in counts.items():
             peak = self.cluster.gpus[name].peak_flops.get(COMPUTE_DTYPE[plan.precision])
             if not peak:
                 return None

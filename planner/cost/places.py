@@ -43,6 +43,7 @@ class Places:
         self.cluster = cluster
         self._rings: dict[tuple[int, ...], Route] = {}
         self._between: dict[int, Route] = {}  # by the ranks on the node with fewest, where nodes have equal links
+        self._types: dict[tuple[int, ...], dict[str, int]] = {}
         self._tensor: dict[tuple[tuple[int, ...], int], Route] = {}
         self._data: dict[tuple[tuple[int, ...], int, int], DataRoutes] = {}
 
@@ -74,15 +75,18 @@ class Places:
 
     def count_types(self, gpus: Sequence[int]) -> dict[str, int]:
         """Return how many of some GPUs are of each type, in the order of the cluster's groups."""
-        groups = self.cluster.node_groups
+        groups, key = self.cluster.node_groups, tuple(gpus)
         if len({group.gpu for group in groups}) == 1:
-            return {groups[0].gpu: len(gpus)}
+            return {groups[0].gpu: len(key)}
+        if key in self._types:
+            return self._types[key]
         ends = list(accumulate(group.count * group.gpus_per_node for group in groups))
         counts = Counter(bisect_right(ends, rank) for rank in gpus)
         found: Counter[str] = Counter()
         for index in sorted(counts):
             found[groups[index].gpu] += counts[index]
-        return dict(found)
+        self._types[key] = dict(found)
+        return self._types[key]
 
     def gpus(self, gpus: Sequence[int]) -> tuple[Gpu, ...]:
         """Return the types of some GPUs, each once."""

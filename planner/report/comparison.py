@@ -51,6 +51,7 @@ def _rows(plans: Sequence[Plan], cluster: Cluster) -> list[tuple[str, list[str]]
     rows: list[tuple[str, list[str]]] = [
         ("degrees", [degrees(plan) for plan in plans]),
         ("GPUs", [str(num_gpus(plan)) for plan in plans]),
+        *([("GPU types of the stages", types)] if any(types := [_types(plan) for plan in plans]) else []),
         ("layers of the stages", [_sizes(plan) for plan in plans]),
         ("schedule", [plan.schedule for plan in plans]),
         ("microbatches", [microbatches(plan) for plan in plans]),
@@ -80,6 +81,12 @@ def _sizes(plan: Plan) -> str:
     """Return how many layers the stages have: '9, 3 x 8'."""
     runs = [(size, len(list(alike))) for size, alike in groupby(len(stage.layers) for stage in plan.stages)]
     return ", ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)
+
+
+def _types(plan: Plan) -> str:
+    """Return the GPU types of the stages, in order; nothing where they are of one."""
+    predicted = plan.prediction.stages if plan.prediction else ()
+    return ", ".join(gpu for gpu, _ in groupby(stage.gpu for stage in predicted))
 
 
 def _spare(plan: Plan, cluster: Cluster) -> int:
