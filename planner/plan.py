@@ -231,6 +231,7 @@ class RunnerUp(Record):
 
     summary: str
     pp_degree: PositiveInt
+    num_chunks: PositiveInt = Field(default=1, exclude_if=_is_one)
     tp_degree: PositiveInt
     dp_degree: PositiveInt
     microbatch_size: PositiveInt

@@ -5,8 +5,10 @@ one and the input of the other: kept once, as large as what either saves, unless
 (`LayerNumbers.apart`): then they are two. A recomputed layer keeps its inputs only,
 and has its activations again while its own backward runs. What a stage receives it holds as long as any of it.
 
-Where backwards are split, everything is kept until the gradients of weights are done, as Qi et al. do ("Zero Bubble
-Pipeline Parallelism", 2023), and what is recomputed for the gradient of inputs stays from then on.
+Where backwards are split, everything is kept until the gradients of weights are done, and what is recomputed for the
+gradient of inputs stays from then on. Of what is kept some could go after the gradient of inputs; the gradients of
+outputs that those of weights need come instead. Qi et al., "Zero Bubble Pipeline Parallelism" (2023), count less bytes
+for the weights of a transformer block alone than for its whole backward, and hold the larger number too.
 """
 
 from collections.abc import Collection, Sequence

@@ -105,6 +105,7 @@ def _runner_up(plan: Plan, gap: float, best: Plan) -> RunnerUp:
     return RunnerUp(
         summary=summary(plan),
         pp_degree=plan.pp_degree,
+        num_chunks=plan.num_chunks,
         tp_degree=plan.tp_degree,
         dp_degree=plan.dp_degree,
         microbatch_size=plan.microbatch_size,

@@ -29,8 +29,9 @@ its F, I and W take shares that sum to 1, each at least the given one. With weig
 
 where the least is at a corner: all that is left of the shares goes to one kind of action. Any weights make a valid K; a
 linear program chooses them. No K reaches m / p + (p - 1) / (p * chunks), the time of equal stages under interleaved
-1F1B: cuts with less in the last stages and more before them are faster than equal ones. GPipe's is (7) of `settings`,
-which paths through the slowest stage attain; what is here for it is less.
+1F1B: cuts with less in the last stages and more before them are faster than equal ones. For
+GPipe paths may change groups between the forwards and the backwards, and go through the slowest stage of each: the sum
+of F and m - 1 times the longest, then the same of B, so that K = (m + p - 1) / p, which equal stages attain.
 """
 
 from collections.abc import Iterator
@@ -186,6 +187,8 @@ def schedule_factor(
     """
     if min(shares) < 0 or sum(shares) > 1 + 1e-9:
         raise ValueError(f"shares {shares} are no parts of one whole")
+    if schedule == "gpipe":
+        return (num_microbatches + num_groups - 1) / num_groups
     rest = max(0.0, 1.0 - sum(shares))
     corners = np.unique(np.array(shares) + rest * np.eye(3), axis=0)
     seconds = _mean_seconds(schedule, num_groups, num_microbatches, num_chunks, corners)
