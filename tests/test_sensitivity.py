@@ -68,6 +68,18 @@ def test_the_ends_of_ranges_are_those_of_brute_force(seed: int) -> None:
             assert (best >= own * (1 - 1.1e-6)) == (is_best is True or value not in ends)
 
 
+def test_links_of_node_groups_change_with_the_others() -> None:
+    profile = random_profile(3, num_layers=3, num_classes=2)
+    slow = make_cluster(4, gpus_per_node=2, intra=(300.0, 0.01), inter=(100.0, 0.01))
+    own = [group.model_copy(update={"inter_node": slow.inter_node}) for group in slow.node_groups]
+    fast = slow.inter_node.model_copy(update={"bandwidth": 1e9})
+    grouped = slow.model_copy(update={"node_groups": tuple(own), "inter_node": fast})
+    plan = solved(profile, slow)
+    one, other = (sensitivity.sensitivity(plan, profile, cluster, STEP).ranges[1] for cluster in (slow, grouped))
+    for value, scaled in ((one.least, other.least), (one.most, other.most)):
+        assert scaled == (None if value is None else pytest.approx(value * 1e7))
+
+
 def test_a_plan_that_is_near_enough_counts_as_the_best() -> None:
     profile = random_profile(3, num_layers=3, num_classes=2)
     cluster = random_cluster(3, 4)

@@ -18,6 +18,10 @@ from planner.solver.space import Space
 GAP_OF_OPTIMAL = 1e-9
 
 
+class EndedError(Exception):
+    """The time is up, or people want no more: what is known so far is the answer."""
+
+
 def silent(label: str, done: int, total: int) -> None:
     """Show no progress."""
 

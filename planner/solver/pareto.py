@@ -12,7 +12,7 @@ from planner.cluster import Cluster
 from planner.model_profile import ModelProfile
 from planner.plan import Plan
 from planner.solver.differences import num_gpus, step_time_s
-from planner.solver.find import Found, find, make_space, silent
+from planner.solver.find import EndedError, Found, find, make_space, silent
 from planner.solver.infeasible import find_conflict, with_memory
 from planner.solver.request import SolveRequest
 from planner.solver.space import Space
@@ -47,10 +47,6 @@ class Front:
     is_complete: bool = True
 
 
-class _EndedError(Exception):
-    """The time is up, or people want no more."""
-
-
 def peak_bytes(plan: Plan) -> int:
     """Return the memory of a priced plan's fullest GPU."""
     assert plan.prediction is not None
@@ -75,7 +71,7 @@ def pareto(
     try:
         for point in _points(found[0], profile, cluster, request, progress, left_s):
             found.append(point)  # noqa: PERF402 - what was found before an error is kept
-    except (_EndedError, KeyboardInterrupt):
+    except (EndedError, KeyboardInterrupt):
         answer.is_complete = False
     answer.points = undominated(found)
     return answer
@@ -105,11 +101,11 @@ def _points(
     def solved(space: Space, label: str, done: int) -> Found:
         time_left_s = left_s()
         if time_left_s is not None and time_left_s <= 0:
-            raise _EndedError
+            raise EndedError
         progress(label, done, total)
         found = find(space, best.plan.origin, time_limit_s=time_left_s, max_nodes=MAX_NODES)
         if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
-            raise _EndedError
+            raise EndedError
         return found
 
     progress("least memory", 0, total)

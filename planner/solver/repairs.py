@@ -11,7 +11,7 @@ from itertools import combinations
 from planner.cluster import Cluster
 from planner.plan import Plan
 from planner.solver.differences import step_time_s, summary
-from planner.solver.find import Found
+from planner.solver.find import EndedError, Found
 from planner.solver.infeasible import with_memory
 from planner.solver.request import MAX_GLOBAL_BATCH_SIZE, MAX_NUM_GPUS, SolveRequest, described
 from planner.solver.solution import Conflict, Repair
@@ -44,37 +44,48 @@ class Repairs:
     def between(self) -> tuple[str, ...]:
         """Return a least set of people's constraints that can't hold together; none where they are not at fault."""
         kept = list(self.request.constraints)
-        if not kept or not self._exists(self.cluster, self.request.without(*kept)):
-            return ()
         dropped: list[tuple[str, str, str]] = []
-        for constraint in list(kept):
-            if not self._exists(self.cluster, self.request.without(*dropped, constraint)):
-                dropped.append(constraint)
+        try:
+            if not kept or not self._exists(self.cluster, self.request.without(*kept)):
+                return ()
+            for constraint in kept:
+                if not self._exists(self.cluster, self.request.without(*dropped, constraint)):
+                    dropped.append(constraint)
+        except (EndedError, KeyboardInterrupt):
+            return ()
         return tuple(described(one) for one in kept if one not in dropped)
 
     def found(self) -> tuple[Repair, ...]:
         """Return the changes that give a plan, with the best plan of each; no more after a search that was ended."""
         repairs: list[Repair] = []
-        for description, cluster, request in self._changes():
-            if len(repairs) == MAX_REPAIRS:
-                break
-            found = self._resolve(cluster, request, False)
-            if found.plan is not None:
-                repairs.append(
-                    Repair(
-                        description=description,
-                        step_time_s=step_time_s(found.plan),
-                        gap_fraction=found.gap_fraction,
-                        summary=summary(found.plan),
-                        instead=_instead(self.request, request, found.plan),
-                    )
-                )
-            if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
-                break  # its time is up, or people want no more
+        try:
+            for change in self._changes():
+                if len(repairs) == MAX_REPAIRS:
+                    break
+                repairs += self._tried(*change)
+        except (EndedError, KeyboardInterrupt):  # those that are found will do
+            pass
         return tuple(repairs)
 
+    def _tried(self, description: str, cluster: Cluster, request: SolveRequest) -> Iterator[Repair]:
+        """Yield the repair that a change is, if it is one; EndedError after a search that was ended."""
+        found = self._resolve(cluster, request, False)
+        if found.plan is not None:
+            yield Repair(
+                description=description,
+                step_time_s=step_time_s(found.plan),
+                gap_fraction=found.gap_fraction,
+                summary=summary(found.plan),
+                instead=_instead(self.request, request, found.plan),
+            )
+        if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
+            raise EndedError
+
     def _exists(self, cluster: Cluster, request: SolveRequest) -> bool:
-        return self._resolve(cluster, request, True).plan is not None
+        found = self._resolve(cluster, request, True)
+        if found.plan is None and not found.is_proven:
+            raise EndedError
+        return found.plan is not None
 
     def _changes(self) -> Iterator[Change]:
         request, cluster, conflict = self.request, self.cluster, self.conflict

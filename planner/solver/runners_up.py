@@ -7,6 +7,7 @@ search of its own, with its own gap. Where degrees run out, schedules and modes 
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.plan import Origin, Plan, RunnerUp
@@ -39,27 +40,42 @@ def runners_up(
         return ()
     others: list[tuple[Plan, float]] = []
     if winner.is_proven:
-        deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-        for label, other in _others(space, best, others, top):
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                break
-            found = find(
-                other,
-                origin,
-                progress=lambda _, done, total, label=label: progress(label, done, total),  # type: ignore[misc]
-                time_limit_s=left_s,
-                max_nodes=MAX_NODES,
-            )
-            known = {_degrees(plan) for plan in (best, *(plan for plan, _ in others))}
-            if found.plan is not None and (_degrees(found.plan) not in known or other.pins != space.pins):
-                others.append((found.plan, found.gap_fraction))
-            if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
-                break  # its time is up, or people want no more
+        with suppress(KeyboardInterrupt):  # those that are found will do
+            _search(space, origin, best, others, top, progress, time_limit_s)
     else:
         others += [(plan, 0.0) for plan in _priced(winner, best)]
     others.sort(key=lambda item: (_degrees(item[0]) == _degrees(best), step_time_s(item[0])))
     return tuple(_runner_up(plan, gap, best) for plan, gap in others[:top])
+
+
+def _search(
+    space: Space,
+    origin: Origin,
+    best: Plan,
+    others: list[tuple[Plan, float]],
+    top: int,
+    progress: Progress,
+    time_limit_s: float | None,
+) -> None:
+    """Add to `others` the best plans of other decisions, and their gaps."""
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    for label, other in _others(space, best, others, top):
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            return
+        progress(label, 0, 0)
+        found = find(
+            other,
+            origin,
+            progress=lambda _, done, total, label=label: progress(label, done, total),  # type: ignore[misc]
+            time_limit_s=left_s,
+            max_nodes=MAX_NODES,
+        )
+        known = {_degrees(plan) for plan in (best, *(plan for plan, _ in others))}
+        if found.plan is not None and (_degrees(found.plan) not in known or other.pins != space.pins):
+            others.append((found.plan, found.gap_fraction))
+        if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
+            return  # its time is up, or people want no more
 
 
 def _others(space: Space, best: Plan, found: list[tuple[Plan, float]], top: int) -> Iterator[tuple[str, Space]]:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Link
 from planner.cost.evaluate import Pricer
 from planner.model_profile import ModelProfile
 from planner.plan import Plan
 from planner.solver.differences import SAME, headroom, step_time_s, summary
-from planner.solver.find import Found, find, make_space, silent
+from planner.solver.find import EndedError, Found, find, make_space, silent
 from planner.solver.infeasible import with_memory
 from planner.solver.request import SolveRequest
 
@@ -64,10 +64,6 @@ class Sensitivity:
     num_searches: int = 0
 
 
-class _EndedError(Exception):
-    """The time is up, or people want no more."""
-
-
 class _Prober:
     """Asks whether a plan is the best one on other clusters."""
 
@@ -107,7 +103,7 @@ class _Prober:
     def _find(self, cluster: Cluster, label: str, to_beat_s: float, *, any_plan: bool) -> Found:
         left_s = self._left_s()
         if left_s is not None and left_s <= 0:
-            raise _EndedError
+            raise EndedError
         self.num_searches += 1
         self._progress(label, self.num_searches, 0)
         found = find(
@@ -119,7 +115,7 @@ class _Prober:
             any_plan=any_plan,
         )
         if found.plan is None and not found.is_proven:
-            raise _EndedError
+            raise EndedError
         return found
 
 
@@ -147,7 +143,7 @@ def sensitivity(
             if len({cluster.node_at(rank) for stage in plan.stages for rank in stage.gpus}) > 1:
                 answer.ranges.append(_bandwidth(prober, cluster, "bandwidth between nodes"))
             answer.ranges.append(_bandwidth(prober, cluster, "bandwidth inside a node"))
-    except (_EndedError, KeyboardInterrupt):
+    except (EndedError, KeyboardInterrupt):
         answer.is_complete = False
     answer.num_searches = prober.num_searches
     return answer
@@ -184,7 +180,7 @@ def _bandwidth(prober: _Prober, cluster: Cluster, label: Quantity) -> Range:
     now: float = getattr(cluster, link).bandwidth
 
     def at(value: float) -> Cluster:
-        return cluster.model_copy(update={link: getattr(cluster, link).model_copy(update={"bandwidth": value})})
+        return _with_links(cluster, link, value / now)
 
     def end(factor: float) -> tuple[float | None, float]:
         """Return the last value that is best on a side (None: all tried ones are), and the first that is not."""
@@ -207,3 +203,13 @@ def _bandwidth(prober: _Prober, cluster: Cluster, label: Quantity) -> Range:
     below = None if least is None else prober.beyond(at(lower), lower, label)
     above = None if most is None else prober.beyond(at(upper), upper, label)
     return Range(label, now, least, most, (lower, upper), below=below, above=above)
+
+
+def _with_links(cluster: Cluster, kind: str, factor: float) -> Cluster:
+    """Return the cluster with so many times the bandwidth of its links of a kind, those of node groups too."""
+
+    def scaled(link: Link | None) -> Link | None:
+        return None if link is None else link.model_copy(update={"bandwidth": factor * link.bandwidth})
+
+    groups = tuple(group.model_copy(update={kind: scaled(getattr(group, kind))}) for group in cluster.node_groups)
+    return cluster.model_copy(update={kind: scaled(getattr(cluster, kind)), "node_groups": groups})
