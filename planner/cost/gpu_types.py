@@ -17,6 +17,7 @@ other type it is within 4 % for every layer of Llama 3 8B and of a small GPT (H1
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.cluster import Cluster, Gpu, read_gpu, shipped_gpu
 from planner.cost.layers import LayerNumbers
@@ -46,9 +47,12 @@ class GpuCosts:
     def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
         self._profile, self._cluster = profile, cluster
         self._types = list(dict.fromkeys(group.gpu for group in cluster.node_groups))
-        self._own = profiled_type(profile)
         self._merged = {name for layer_class in profile.layer_classes for name in layer_class.costs_by_gpu}
         self._scaled: dict[tuple[str, str], tuple[LayerCost, ...]] = {}
+
+    @cached_property
+    def _own(self) -> Gpu | None:
+        return profiled_type(self._profile)
 
     def is_scaled(self, gpu: str) -> bool:
         """Return whether times on a type are scaled from another's; ProfileError where they can't be."""
@@ -65,8 +69,10 @@ class GpuCosts:
         )
 
     def _is_own(self, gpu: str) -> bool:
-        device = self._cluster.gpus[gpu].device_name
-        return (self._own is not None and self._own.name == gpu) or device == self._profile.provenance.device != ""
+        origin = self._profile.provenance
+        if gpu == origin.gpu or self._cluster.gpus[gpu].device_name == origin.device != "":
+            return True
+        return self._own is not None and self._own.name == gpu
 
     def costs(self, layer_class: LayerClass, gpu: str) -> tuple[LayerCost, ...]:
         """Return what a class costs on a type; ProfileError where nothing tells."""
