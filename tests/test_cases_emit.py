@@ -13,7 +13,8 @@ from planner.cost import evaluate
 from planner.emitter import emit, write_plan
 from planner.graph import cut_bytes, shared_storages
 from planner.model_profile import ModelProfile
-from planner.plan import Plan, Prediction, read_plan
+from planner.plan import Plan, read_plan
+from planner.prediction import Prediction
 from planner.profiler import profile_model
 from planner.runner import verify
 from planner.runner.pool import WorkerPool

@@ -10,7 +10,8 @@ from planner.cost.layers import interpolate
 from planner.cost.places import Places
 from planner.errors import ProfileError, UsageError
 from planner.model_profile import Edge, LayerClass, ModelProfile
-from planner.plan import DataParallel, Optimizer, Plan, Precision, Prediction, Schedule
+from planner.plan import DataParallel, Optimizer, Plan, Precision, Schedule
+from planner.prediction import Prediction
 from planner.records import validate
 from planner.sharding import CollectiveCall, ShardedParameter, Sharding
 

@@ -11,7 +11,8 @@ from planner.cluster import Cluster
 from planner.emitter import emit
 from planner.errors import EmitError, UsageError
 from planner.model_profile import Edge, LayerClass, ModelProfile
-from planner.plan import Plan, Prediction, Stage
+from planner.plan import Plan, Stage
+from planner.prediction import Prediction
 from planner.records import validate
 from planner.runnable import unrunnable
 from planner.sharding import ShardedParameter, Sharding

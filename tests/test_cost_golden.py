@@ -11,7 +11,8 @@ from strategies import make_plan, random_cluster, random_profile
 
 from planner.cost import Pricer
 from planner.errors import UsageError
-from planner.plan import DATA_PARALLEL_MODES, Plan, Prediction
+from planner.plan import DATA_PARALLEL_MODES, Plan
+from planner.prediction import Prediction
 
 PRICES = Path(__file__).parent / "golden" / "prices.json"
 NUM_CASES = 60

@@ -11,7 +11,8 @@ from planner import cost
 from planner.emitter import emit, make_twin
 from planner.errors import EmitError
 from planner.model_profile import LayerClass, ModelProfile
-from planner.plan import Plan, Prediction, Schedule, read_plan
+from planner.plan import Plan, Schedule, read_plan
+from planner.prediction import Prediction
 
 MB = 10**6
 

@@ -15,7 +15,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner", "errors"),
     ("units",),
     ("records", "names", "torchvision_operators", "example_rows", "own_functions", "recomputation", "random_operators"),
-    ("arguments", "program", "sharding"),
+    ("arguments", "program", "sharding", "prediction"),
     ("cluster", "local_cluster", "model_profile", "plan", "tp_rules", "model_file", "hugging_face", "shrink"),
     ("graph", "orders", "schedule", "pairing", "runnable", "merged_profile", "cost", "hand_written"),
     ("profiler", "solver", "emitter", "runner"),

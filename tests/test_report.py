@@ -9,7 +9,8 @@ from strategies import ORIGIN, equal_profile, make_cluster, make_plan, random_pr
 from planner import cost
 from planner.cluster import Cluster
 from planner.model_profile import ModelProfile
-from planner.plan import Plan, WholePart
+from planner.plan import Plan
+from planner.prediction import WholePart
 from planner.report import explain, plan_json, plan_table, profile_table, solution_json, timeline
 from planner.report.text import layer_ranges, rank_ranges
 from planner.solver import Solution, SolveRequest, solve

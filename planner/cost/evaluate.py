@@ -21,7 +21,8 @@ from planner.errors import UsageError
 from planner.graph import shared_storages
 from planner.model_profile import ModelProfile
 from planner.orders import profile_of_plan
-from planner.plan import SPLIT_SCHEDULES, MemoryUse, Plan, Prediction, Stage, StagePrediction, coverage_problem
+from planner.plan import SPLIT_SCHEDULES, Plan, Stage, coverage_problem
+from planner.prediction import MemoryUse, Prediction, StagePrediction
 from planner.schedule import group_actions, held_at_once
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from planner.cost.layers import REPLICATED, parameter_sharding
 from planner.graph import SharedStorage
 from planner.model_profile import ModelProfile, WholeAt
-from planner.plan import Stage, WholePart
+from planner.plan import Stage
+from planner.prediction import WholePart
 
 
 class ParameterCounts:

@@ -12,7 +12,7 @@ from planner.cost.layers import LayerNumbers
 from planner.cost.memory import StageValues, activation_bytes, held_bytes, transient_bytes
 from planner.cost.places import DataRoutes
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
-from planner.plan import MemoryUse
+from planner.prediction import MemoryUse
 
 
 @dataclass(frozen=True, slots=True)

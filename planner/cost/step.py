@@ -5,7 +5,7 @@ from typing import Literal
 
 from planner.cost.simulation import Message, Played, play
 from planner.cost.stage import StageTimes
-from planner.plan import MemoryUse
+from planner.prediction import MemoryUse
 from planner.schedule import Action
 
 EventKind = Literal["F", "B", "I", "W", "prepare", "reduce", "tied", "optimizer"]

@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan import MemoryUse, Plan
+from planner.plan import Plan
+from planner.prediction import MemoryUse
 from planner.report.stage_rows import degrees_of, gpus_of, layers_of, span, stage_name, stage_runs
 from planner.report.text import layer_ranges, percent, rank_ranges
 from planner.report.timeline import timeline
