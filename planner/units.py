@@ -76,6 +76,11 @@ def format_bytes(value: float) -> str:
     return _scaled(value, [(2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
 
 
+def format_bandwidth(value: float) -> str:
+    """Return bytes per second for people, in decimal units as in configs: '450 GB/s'."""
+    return _scaled(value, [(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s")])
+
+
 def format_seconds(value: float) -> str:
     """Return seconds for people: '12.3 ms'."""
     return _scaled(value, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])

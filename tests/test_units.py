@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.units import (
+    format_bandwidth,
     format_bytes,
     format_count,
     format_flops,
@@ -71,6 +72,8 @@ def test_refused_with_what_to_write(parse: object, value: object, words: list[st
         (format_bytes(1536), "1.5 KiB"),
         (format_bytes(80e9), "74.5 GiB"),
         (format_bytes(0), "0 B"),
+        (format_bandwidth(25e9), "25 GB/s"),
+        (format_bandwidth(4.8e12), "4.8 TB/s"),
         (format_seconds(0.0123), "12.3 ms"),
         (format_seconds(5e-6), "5 us"),
         (format_seconds(0), "0 ns"),

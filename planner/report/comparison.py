@@ -23,7 +23,7 @@ from planner.solver.differences import (
     reason,
     slower_fraction,
 )
-from planner.units import format_bytes, format_seconds
+from planner.units import counted, format_bytes, format_seconds
 
 CAUSES = 3  # parts that are named as the reason
 
@@ -32,7 +32,10 @@ Named = tuple[str, Plan]
 
 def comparison_table(plans: Sequence[Named], cluster: Cluster) -> tuple[RenderableType, ...]:
     """Return priced plans as columns of a table, then a sentence for each but the first: how much slower, and why."""
-    table = Table(box=box.SIMPLE)
+    step = plans[0][1]
+    samples = counted(step.global_batch_size, "sample")
+    title = f"on {cluster.name}, {samples} per step, {step.optimizer}, {step.precision}"
+    table = Table(box=box.SIMPLE, title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for name, _ in plans:
         table.add_column(name, justify="right", overflow="fold")

@@ -12,7 +12,7 @@ from planner.plan import Plan
 from planner.report.text import percent
 from planner.solver.differences import reason, summary
 from planner.solver.sensitivity import Beyond, Range, Sensitivity
-from planner.units import format_bytes
+from planner.units import format_bandwidth, format_bytes
 
 
 def sensitivity_table(plan: Plan, found: Sensitivity) -> RenderableType:
@@ -37,7 +37,7 @@ def sensitivity_table(plan: Plan, found: Sensitivity) -> RenderableType:
 
 
 def _amount(one: Range, value: float) -> str:
-    return format_bytes(value) if one.quantity == "memory per GPU" else f"{value / 1e9:.3g} GB/s"
+    return format_bytes(value) if one.quantity == "memory per GPU" else format_bandwidth(value)
 
 
 def _ends(one: Range) -> tuple[str, str]:
