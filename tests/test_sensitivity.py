@@ -1,17 +1,20 @@
 """Where a plan stays the best: ends that brute force agrees with, and what is known where the search is ended."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from commands import Run
 from oracle import all_plans
+from rich.console import Console
 from strategies import ORIGIN, equal_profile, make_cluster, random_cluster, random_profile
 
 from planner import cost
 from planner.cluster import Cluster, read_cluster
 from planner.model_profile import ModelProfile, write_profile
 from planner.plan import Plan
+from planner.report import sensitivity_json, sensitivity_table
 from planner.solver import SolveRequest, sensitivity, solve
 from planner.solver.infeasible import with_memory
 
@@ -78,6 +81,29 @@ def test_links_of_node_groups_change_with_the_others() -> None:
     one, other = (sensitivity.sensitivity(plan, profile, cluster, STEP).ranges[1] for cluster in (slow, grouped))
     for value, scaled in ((one.least, other.least), (one.most, other.most)):
         assert scaled == (None if value is None else pytest.approx(value * 1e7))
+
+
+def test_constraints_cost_what_the_best_plan_without_them_saves() -> None:
+    profile, cluster = equal_profile(6, activation=100), make_cluster(4, intra=(1e4, 0.01))
+    pins = (("pp_degree", "4"), ("schedule", "gpipe"))
+    request = SolveRequest(num_gpus=4, global_batch_size=8, top=0, pins=pins, limits=(("memory", "1GiB"),))
+    plan = solve(profile, cluster, request, origin=ORIGIN).plan
+    assert plan is not None
+    found = sensitivity.sensitivity(plan, profile, cluster, request)
+    prices = {price.constraint: price.plan for price in found.prices}
+    assert list(prices) == ["--pin pp_degree=4", "--pin schedule=gpipe", "--limit memory=1GiB"]
+    assert prices["--limit memory=1GiB"] is None
+    free = prices["--pin pp_degree=4"]
+    assert free is not None
+    alone = solve(profile, cluster, request.without(("--pin", "pp_degree", "4")), origin=ORIGIN).plan
+    assert alone is not None
+    assert free.prediction == alone.prediction
+    told = sensitivity_json(found)["constraints"]
+    assert [one["constraint"] for one in told] == list(prices)
+    text = io.StringIO()
+    Console(file=text, width=200).print(sensitivity_table(plan, found))
+    assert "--limit memory=1GiB costs nothing: no plan without it is faster" in text.getvalue()
+    assert "--pin pp_degree=4 costs " in text.getvalue()
 
 
 def test_a_plan_that_is_near_enough_counts_as_the_best() -> None:

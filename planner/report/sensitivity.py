@@ -10,9 +10,9 @@ from rich.text import Text
 
 from planner.plan import Plan
 from planner.report.text import percent
-from planner.solver.differences import reason, summary
-from planner.solver.sensitivity import Beyond, Range, Sensitivity
-from planner.units import format_bandwidth, format_bytes
+from planner.solver.differences import reason, slower_fraction, step_time_s, summary
+from planner.solver.sensitivity import Beyond, Price, Range, Sensitivity
+from planner.units import format_bandwidth, format_bytes, format_seconds
 
 
 def sensitivity_table(plan: Plan, found: Sensitivity) -> RenderableType:
@@ -30,10 +30,18 @@ def sensitivity_table(plan: Plan, found: Sensitivity) -> RenderableType:
         table.add_row(
             one.quantity, _amount(one, one.now), *_ends(one), _beyond(one.below, plan), _beyond(one.above, plan)
         )
-    lines = []
+    lines = [Text(_price(plan, price)) for price in found.prices]
     if not found.is_complete:
         lines.append(Text("ended before all ranges were found"))
     return Group(table, *lines)
+
+
+def _price(plan: Plan, price: Price) -> str:
+    """Return what a constraint costs in a sentence."""
+    if price.plan is None:
+        return f"{price.constraint} costs nothing: no plan without it is faster"
+    best = f"{summary(price.plan)}, {format_seconds(step_time_s(price.plan))}"
+    return f"{price.constraint} costs {percent(slower_fraction(plan, price.plan))}: without it {best} per step"
 
 
 def _amount(one: Range, value: float) -> str:
@@ -71,5 +79,13 @@ def sensitivity_json(found: Sensitivity) -> dict[str, Any]:
         "better": None if found.better is None else summary(found.better),
         "is_complete": found.is_complete,
         "num_searches": found.num_searches,
+        "constraints": [
+            {
+                "constraint": price.constraint,
+                "step_time_s": None if price.plan is None else step_time_s(price.plan),
+                "summary": None if price.plan is None else summary(price.plan),
+            }
+            for price in found.prices
+        ],
         "ranges": [asdict(one) | {"tried": [finite(value) for value in one.tried]} for one in found.ranges],
     }

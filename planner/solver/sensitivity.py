@@ -1,4 +1,4 @@
-"""Over which range of bandwidth and memory a plan stays the best, each end found by solving again.
+"""Over which range of bandwidth and memory a plan stays the best, and what each constraint costs, by solving again.
 
 At another value the plan is priced anew, and a search has only to show that nothing is faster. For memory that decides
 whole ranges: with less of it no plan comes up that was not there before, so that a best plan stays one while it fits,
@@ -17,7 +17,7 @@ from planner.plan import Plan
 from planner.solver.differences import SAME, headroom, step_time_s, summary
 from planner.solver.find import EndedError, Found, find, make_space, silent
 from planner.solver.infeasible import with_memory
-from planner.solver.request import SolveRequest
+from planner.solver.request import SolveRequest, described
 
 MAX_NODES = 1000  # of one search
 FURTHEST = 16.0  # bandwidths are tried up to so many times as much and as little
@@ -53,12 +53,21 @@ class Range:
     above: Beyond | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a constraint of people costs: the best plan without it alone; None where that is no faster."""
+
+    constraint: str
+    plan: Plan | None
+
+
 @dataclass(slots=True)
 class Sensitivity:
-    """The ranges; `better` is a plan that beats this one as things are now, where there is one."""
+    """The ranges, and what constraints cost; neither where a `better` plan beats this one as things are now."""
 
     within_fraction: float = 0.0
     ranges: list[Range] = field(default_factory=list)
+    prices: list[Price] = field(default_factory=list)
     better: Plan | None = None
     is_complete: bool = True
     num_searches: int = 0
@@ -97,17 +106,27 @@ class _Prober:
         found_s = None if plan is None else step_time_s(plan)
         return Beyond(value, None if plan is None else summary(plan), found_s, own_s, fits)
 
+    def without(self, cluster: Cluster, constraint: tuple[str, str, str]) -> Price:
+        """Return what a constraint costs there."""
+        text = described(constraint)
+        own_s = self.own_s(cluster) * (1 - SAME)
+        return Price(
+            text, self._find(cluster, text, own_s, any_plan=False, request=self.request.without(constraint)).plan
+        )
+
     def _priced(self, cluster: Cluster) -> Plan:
         return self.plan.model_copy(update={"prediction": Pricer(self.profile, cluster).evaluate(self.plan)})
 
-    def _find(self, cluster: Cluster, label: str, to_beat_s: float, *, any_plan: bool) -> Found:
+    def _find(
+        self, cluster: Cluster, label: str, to_beat_s: float, *, any_plan: bool, request: SolveRequest | None = None
+    ) -> Found:
         left_s = self._left_s()
         if left_s is not None and left_s <= 0:
             raise EndedError
         self.num_searches += 1
         self._progress(label, self.num_searches, 0)
         found = find(
-            make_space(self.profile, cluster, self.request),
+            make_space(self.profile, cluster, request or self.request),
             self.plan.origin,
             time_limit_s=left_s,
             to_beat_s=to_beat_s,
@@ -139,6 +158,8 @@ def sensitivity(
     try:
         answer.better = prober.better(cluster, "now", best=True)
         if answer.better is None:
+            for constraint in request.constraints:
+                answer.prices.append(prober.without(cluster, constraint))
             answer.ranges.append(_memory(prober, cluster))
             if len({cluster.node_at(rank) for stage in plan.stages for rank in stage.gpus}) > 1:
                 answer.ranges.append(_bandwidth(prober, cluster, "bandwidth between nodes"))
