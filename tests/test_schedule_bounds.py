@@ -11,7 +11,7 @@ from schedule_cases import chain_messages, schedule_cases
 from planner.cost.simulation import Message, play
 from planner.plan import SPLIT_SCHEDULES, Schedule
 from planner.schedule import group_actions, stages_of_group
-from planner.solver.schedule_bounds import schedule_factor, schedule_paths
+from planner.solver.schedule_bounds import mean_seconds, schedule_factor, schedule_paths
 
 Case = tuple[Schedule, int, int, int]
 Seconds = tuple[float, float, float]
@@ -63,6 +63,16 @@ def test_no_group_s_paths_take_longer_than_the_step(case: Case, data: st.DataObj
 
 
 @given(CASES, st.data())
+@settings(max_examples=300)
+def test_no_mean_of_paths_takes_longer_than_the_step(case: Case, data: st.DataObject) -> None:
+    _, groups, _, chunks = case
+    stages = groups * chunks
+    times = data.draw(st.lists(SECONDS, min_size=stages, max_size=stages))
+    means = mean_seconds(*case, np.eye(3)) @ np.array(times).ravel()
+    assert means.max() <= step_s(case, times) * (1 + 1e-9)
+
+
+@given(CASES, st.data())
 def test_no_step_is_faster_than_its_factor(case: Case, data: st.DataObject) -> None:
     _, groups, _, chunks = case
     stages = groups * chunks
@@ -98,6 +108,8 @@ def test_the_bounds_of_equal_stages(case: Case) -> None:
         assert best == pytest.approx(step, rel=1e-9)
     if schedule == "gpipe" or (m > groups and schedule in ("1f1b", "zero-bubble") and chunks == 1):
         assert factor * 3 * groups == pytest.approx(step, rel=1e-9)
+    if schedule == "zero-bubble" and chunks == 2 and m >= 2 * groups and whole_blocks and groups <= 4:
+        assert factor * 3 * groups * chunks == pytest.approx(step, rel=1e-9)
 
 
 def test_unequal_cuts_beat_equal_ones_under_interleaving() -> None:

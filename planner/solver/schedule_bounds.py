@@ -28,7 +28,10 @@ its F, I and W take shares that sum to 1, each at least the given one. With weig
                    >= K * sum of c_s,    K the least over s, and over the shares that stage s may have, of that sum
 
 where the least is at a corner: all that is left of the shares goes to one kind of action. Any weights make a valid K; a
-linear program chooses them. No K reaches m / p + (p - 1) / (p * chunks), the time of equal stages under interleaved
+linear program chooses them. What a start at the first B or I of the last chunk waits for may also come through the
+list of another group, up to its first F of that chunk; and after the last F of the first chunk the path may go on
+through the list of a later group, from its last F of that chunk. With these K is what equal stages attain under
+zero-bubble with at most two chunks, where every group has weights of its own. No K reaches m / p + (p - 1) / (p * chunks), the time of equal stages under interleaved
 1F1B: cuts with less in the last stages and more before them are faster than equal ones. For
 GPipe paths may change groups between the forwards and the backwards, and go through the slowest stage of each: the sum
 of F and m - 1 times the longest, then the same of B, so that K = (m + p - 1) / p, which equal stages attain.
@@ -47,7 +50,7 @@ from planner.schedule import Action, group_actions, stages_of_group
 from planner.solver.tables import Bools, Floats
 
 Ints = NDArray[np.int64]
-_MOST_ROWS = 400  # of the linear program: weights of each kind of path, at as many groups as that leaves
+_MOST_ROWS = 600  # of the linear program: weights of each kind of path, at as many groups as that leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,10 @@ class GroupPaths:
     `own` counts F, I and W of every chunk (P x c x 3; a whole backward is one I and one W), `forward_gaps` and
     `backward_gaps` the passes through the gaps (P x (c + 1)). `opens` marks the paths that begin with the group's
     first action, `closes` those that end with its last one. The first path is the group's whole list.
+
+    `warmed` marks the paths that start at the first backward of the last chunk, `cooling` those that end at the last F
+    of the first chunk. `warm_up` and `cool_down` count, of every chunk (c x 3), the actions of the list up to the first
+    F of the last chunk, and from the last F of the first chunk on: for paths through other groups.
     """
 
     own: Ints
@@ -64,6 +71,10 @@ class GroupPaths:
     backward_gaps: Ints
     opens: Bools
     closes: Bools
+    warmed: Bools
+    cooling: Bools
+    warm_up: Ints
+    cool_down: Ints
 
     def bound(
         self,
@@ -131,14 +142,12 @@ def _group_paths(actions: tuple[Action, ...], stages: tuple[int, ...]) -> GroupP
             last[kind, chunk] = index
     np.cumsum(done, axis=0, out=done)
     backward = slice(1, 3) if actions[-1].kind == "B" else slice(1, 2)
-    own, forward, back, opens, closes = [], [], [], [], []
-    for start, end in _ends(c):
+    own, forward, back, marks = [], [], [], []
+    for (kind, chunk), end in _ends(c):
         counts = np.zeros((c, 3), dtype=np.int64)
         forward_gaps, backward_gaps = np.zeros((2, c + 1), dtype=np.int64)
-        kind, chunk = start
         stop = length - 1 if end is None else last[end]
-        whole = stop < first[start]
-        if whole:
+        if stop < first[kind, chunk]:
             kind, chunk, stop, end = "F", 0, length - 1, None
         begin = first[kind, chunk]
         counts += done[stop + 1] - done[begin]
@@ -161,9 +170,13 @@ def _group_paths(actions: tuple[Action, ...], stages: tuple[int, ...]) -> GroupP
         own.append(counts)
         forward.append(forward_gaps)
         back.append(backward_gaps)
-        opens.append((kind, chunk) == ("F", 0))
-        closes.append(end is None)
-    return GroupPaths(np.array(own), np.array(forward), np.array(back), np.array(opens), np.array(closes))
+        start = (kind, chunk)
+        marks.append((start == ("F", 0), end is None, start == ("B", c - 1), end == ("F", 0)))
+    opens, closes, warmed, cooling = np.array(marks).T
+    return GroupPaths(
+        own=np.array(own), forward_gaps=np.array(forward), backward_gaps=np.array(back), opens=opens, closes=closes,
+        warmed=warmed, cooling=cooling, warm_up=done[first["F", c - 1] + 1], cool_down=done[-1] - done[last["F", 0]],
+    )  # fmt: skip
 
 
 def _ends(num_chunks: int) -> Iterator[tuple[tuple[Kind, int], End]]:
@@ -191,33 +204,88 @@ def schedule_factor(
         return (num_microbatches + num_groups - 1) / num_groups
     rest = max(0.0, 1.0 - sum(shares))
     corners = np.unique(np.array(shares) + rest * np.eye(3), axis=0)
-    seconds = _mean_seconds(schedule, num_groups, num_microbatches, num_chunks, corners)
+    seconds = mean_seconds(schedule, num_groups, num_microbatches, num_chunks, corners)
     seconds = np.unique(seconds.round(12), axis=1)  # a microbatch's share of 1e-12 is nothing to a bound
     weights = _best_weights(seconds)
     return float((weights @ seconds).min()) * (1 - 1e-12)
 
 
-def _mean_seconds(schedule: Schedule, p: int, m: int, num_chunks: int, corners: Floats) -> Floats:
+def mean_seconds(schedule: Schedule, p: int, m: int, num_chunks: int, corners: Floats) -> Floats:
     """Return (8) of means over groups of paths of one kind, per second of each stage with each corner's shares.
 
     The means are weighted by hats: 1 at one group, falling to 0 at the next one that has a hat; all have where few are.
     """
     paths = schedule_paths(schedule, p, m, num_chunks)
-    knots = np.unique(np.linspace(0, p - 1, min(p, max(5, _MOST_ROWS // len(paths[0].own)))).round())
+    ends = list(_ends(num_chunks))
+    warmed = [start == ("B", num_chunks - 1) for start, _ in ends]
+    cooling = [end == ("F", 0) for _, end in ends]
+    kinds = [  # (path, what comes before it, what after it)
+        (index, before, after)
+        for index in range(len(ends))
+        for before in (0, 1, 2)[: 3 if warmed[index] else 1]
+        for after in (0, 1, 2)[: 3 if cooling[index] else 1]
+    ]
+    chosen = [index for index, _, _ in kinds]
+    knots = np.unique(np.linspace(0, p - 1, min(p, max(5, _MOST_ROWS // len(kinds)))).round())
     hats = np.array([np.interp(np.arange(p), knots, row) for row in np.eye(len(knots))])
     hats /= hats.sum(axis=1, keepdims=True)
-    found = np.zeros((len(knots), len(paths[0].own), num_chunks * p, len(corners)))
+    found = np.zeros((len(knots), len(kinds), num_chunks * p, len(corners)))
+    through = _Detours(schedule, paths)
     for group, own in enumerate(paths):
-        stages = stages_of_group(schedule, p, num_chunks, group)
-        gap = np.searchsorted(stages, np.arange(num_chunks * p), side="left")
-        counts = np.zeros((len(own.own), num_chunks * p, 3))
-        counts[:, :, 0] = own.forward_gaps[:, gap]
-        counts[:, :, 1] = own.backward_gaps[:, gap]
-        if schedule not in SPLIT_SCHEDULES:
-            counts[:, :, 2] = counts[:, :, 1]
-        counts[:, stages] = own.own
+        counts = through.counts(group)[chosen]
+        before, after = through.before, through.after(group)
+        for row, (index, early, late) in enumerate(kinds):
+            if early and own.warmed[index]:
+                counts[row] += before[early - 1]
+            if late and own.cooling[index]:
+                counts[row] += after[late - 1]
         found += hats[:, group, None, None, None] * (counts @ corners.T)[None]
-    return found.reshape(len(knots) * len(paths[0].own), -1)
+    return found.reshape(len(knots) * len(kinds), -1)
+
+
+class _Detours:
+    """Paths as counts of F, I and W in every stage (n x 3), and what changes in them on a way through other lists.
+
+    The other group is each one in the mean, or the last one.
+    """
+
+    def __init__(self, schedule: Schedule, paths: tuple[GroupPaths, ...]) -> None:
+        self.paths = paths
+        num_groups, num_chunks = len(paths), paths[0].own.shape[1]
+        self.num_stages = num_groups * num_chunks
+        self.stages = [stages_of_group(schedule, num_groups, num_chunks, group) for group in range(num_groups)]
+        self.backward = [1] if schedule in SPLIT_SCHEDULES else [1, 2]
+        warm_ups = []
+        for stages, own in zip(self.stages, paths, strict=True):
+            change = np.zeros((self.num_stages, 3))
+            change[stages[0] : stages[-1] + 1, 0] = -1.0  # F from its first stage to its last is in its list
+            change[list(stages)] += own.warm_up
+            warm_ups.append(change)
+        self.before = (np.mean(warm_ups, axis=0), warm_ups[-1])
+
+    def counts(self, group: int) -> Floats:
+        """Return the counts of a group's paths."""
+        own, stages = self.paths[group], list(self.stages[group])
+        gap = np.searchsorted(stages, np.arange(self.num_stages), side="left")
+        counts = np.zeros((len(own.own), self.num_stages, 3))
+        counts[:, :, 0] = own.forward_gaps[:, gap]
+        counts[:, :, self.backward] = own.backward_gaps[:, gap][:, :, None]
+        counts[:, stages] = own.own
+        return counts
+
+    def after(self, group: int) -> tuple[Floats, Floats]:
+        """Return the changes of a group's paths that go on, after its last F of the first chunk, in a later group."""
+        changes = []
+        for later in range(group + 1, len(self.paths)):
+            change = np.zeros((self.num_stages, 3))
+            change[self.stages[later][0] :, 0] = -1.0
+            change[:, self.backward] -= 1.0
+            change[list(self.stages[later])] += self.paths[later].cool_down
+            changes.append(change)
+        if not changes:
+            none = np.zeros((self.num_stages, 3))
+            return none, none
+        return np.mean(changes, axis=0), changes[-1]
 
 
 def _best_weights(seconds: Floats) -> Floats:
