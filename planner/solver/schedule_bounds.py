@@ -31,10 +31,12 @@ where the least is at a corner: all that is left of the shares goes to one kind 
 linear program chooses them. What a start at the first B or I of the last chunk waits for may also come through the
 list of another group, up to its first F of that chunk; and after the last F of the first chunk the path may go on
 through the list of a later group, from its last F of that chunk. With these K is what equal stages attain under
-zero-bubble with at most two chunks, where every group has weights of its own. No K reaches m / p + (p - 1) / (p * chunks), the time of equal stages under interleaved
-1F1B: cuts with less in the last stages and more before them are faster than equal ones. For
-GPipe paths may change groups between the forwards and the backwards, and go through the slowest stage of each: the sum
-of F and m - 1 times the longest, then the same of B, so that K = (m + p - 1) / p, which equal stages attain.
+zero-bubble with at most two chunks, where every group has weights of its own.
+
+No K reaches m / p + (p - 1) / (p * chunks), the time of equal stages under interleaved 1F1B: cuts with less in the last
+stages and more before them are faster than equal ones. For GPipe paths may change groups between the forwards and the
+backwards, and go through the slowest stage of each: the sum of F and m - 1 times the longest, then the same of B, so
+that K = (m + p - 1) / p, which equal stages attain.
 """
 
 from collections.abc import Iterator
