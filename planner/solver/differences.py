@@ -8,6 +8,7 @@ from planner.units import counted, format_seconds
 
 SAME = 1e-6  # relative: a step that takes longer by less is as fast
 LEAST_CAUSE = 0.02  # of a difference: what makes up less of it is not named
+NOISE = 1e-12  # of a step: what sums of floating-point numbers differ by
 WAITING = "waiting in the pipeline"
 
 
@@ -85,7 +86,8 @@ def parts(plan: Plan) -> dict[str, float]:
         found["computing"] += share * max(0.0, priced.busy_time_s - sum(others.values()))
         for name, seconds in others.items():
             found[name] += share * seconds
-    found[WAITING] = max(0.0, step_time_s(plan) - sum(found.values()))
+    waiting = step_time_s(plan) - sum(found.values())
+    found[WAITING] = waiting if waiting > NOISE * step_time_s(plan) else 0.0
     return found
 
 

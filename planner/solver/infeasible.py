@@ -1,6 +1,7 @@
 """Why there is no plan: the constraint in conflict by name, with its numbers."""
 
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 
@@ -15,7 +16,10 @@ from planner.solver.request import described
 from planner.solver.settings import with_shardings
 from planner.solver.solution import Conflict
 from planner.solver.space import Space
+from planner.solver.tables import Floats
 from planner.units import counted, format_bytes
+
+MAX_ROUNDS = 40
 
 
 def find_conflict(space: Space, origin: Origin) -> Conflict:
@@ -122,33 +126,49 @@ def _need(problem: Problem, s: int, a: int, b: int) -> int:
 def _least_peak(problem: Problem, limit: float, *, exact: bool) -> tuple[float, list[Span]]:
     """Return the least over cuts of the fullest stage's bytes, and the stages; a lower bound unless `exact`.
 
-    With `exact`, stages that need `limit` or more are not looked at: (inf, []) where only such are left.
+    With `exact`, (inf, []) where no stages need less than `limit`. What a stage needs exactly takes long to say, and is
+    asked only of stages that the bounds make best: once these are exact, no others are better.
     """
-    count, stages = problem.num_layers, problem.setting.pp_degree
-    best = np.full(count + 1, np.inf)
+    needs = []
+    for position in problem.positions:
+        table = position.layers
+        bounds = (position.states.fixed_bytes + position.in_flight * table.kept_least + table.transient).astype(float)
+        needs.append(np.where(position.allowed, bounds, np.inf))
+    known: set[tuple[int, Span]] = set()
+    for rounds in count():
+        peak, spans = _fullest(needs, problem.num_layers)
+        if not spans or (exact and peak >= limit):
+            return float("inf"), []
+        asked = [(s, span) for s, span in enumerate(spans) if (s, span) not in known]
+        if not exact or not asked:
+            return peak, spans
+        if rounds == MAX_ROUNDS:  # the bounds are far off: all that may count is asked for
+            inside = (zip(*np.nonzero(need < limit), strict=True) for need in needs)
+            every = [(s, (int(a), int(b))) for s, spans in enumerate(inside) for a, b in spans]
+            asked = [one for one in every if one not in known]
+        for s, span in asked:
+            needs[s][span] = _need(problem, s, *span)
+        known.update(asked)
+    raise AssertionError
+
+
+def _fullest(needs: list[Floats], num_layers: int) -> tuple[float, list[Span]]:
+    """Return the least over cuts of the most bytes, and the stages; (inf, []) where there are none."""
+    best = np.full(num_layers + 1, np.inf)
     best[0] = 0.0
     parents = []
-    for s in range(stages):
-        position = problem.positions[s]
-        table = position.layers
-        needs = (position.states.fixed_bytes + position.in_flight * table.kept_least + table.transient).astype(float)
-        needs = np.where(position.allowed & np.isfinite(best)[:, None], needs, np.inf)
-        if exact:
-            for a, b in zip(*np.nonzero(np.maximum(needs, best[:, None]) < limit), strict=True):
-                needs[a, b] = _need(problem, s, int(a), int(b))
-        through = np.maximum(best[:, None], needs)
-        if exact:
-            through = np.where(through < limit, through, np.inf)
+    for need in needs:
+        through = np.maximum(best[:, None], need)
         parents.append(np.argmin(through, axis=0))
         best = np.min(through, axis=0)
-    if not np.isfinite(best[count]):
+    if not np.isfinite(best[num_layers]):
         return float("inf"), []
-    spans, stop = [], count
-    for s in reversed(range(stages)):
-        first = int(parents[s][stop])
+    spans, stop = [], num_layers
+    for parent in reversed(parents):
+        first = int(parent[stop])
         spans.append((first, stop))
         stop = first
-    return float(best[count]), spans[::-1]
+    return float(best[num_layers]), spans[::-1]
 
 
 def with_memory(cluster: Cluster, num_bytes: int) -> Cluster:

@@ -63,6 +63,7 @@ class RecomputeChoices:
         self._classes = classes
         self._ticks = [round(layer.recompute_s * _TICKS_PER_S) for layer in layers]
         self._fronts: dict[int, list[_Front | None]] = {}
+        self._timeless: RecomputeChoices | None = None
         self._answers: dict[tuple[int, int, int, int, int], Choice | None] = {}
 
     def fastest(self, first: int, stop: int, received: int, in_flight: int, budget: int) -> Choice | None:
@@ -73,8 +74,11 @@ class RecomputeChoices:
         return self._answers[key]
 
     def leanest(self, first: int, stop: int, received: int, in_flight: int) -> int:
-        """Return the least bytes of any choice."""
-        front = self._front(first, stop)
+        """Return the least bytes of any choice; labels of equal time are few, whatever the layers."""
+        if self._timeless is None:
+            self._timeless = RecomputeChoices(self._layers, self._inputs, self._allowed, self._classes)
+            self._timeless._ticks = [0] * len(self._layers)
+        front = self._timeless._front(first, stop)
         if front is None:
             return self._integer_program(first, stop, received, in_flight, None)[0]
         return min(in_flight * kept + label.transient for kept, label in self._closed(front, first, stop, received))
