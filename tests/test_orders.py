@@ -109,6 +109,15 @@ def test_towers_one_after_the_other_are_exact(
     check_exact(even_plan(profile_in_order(towers, order), **layout), towers, tmp_path / "plan.py", pool)  # type: ignore[arg-type]
 
 
+def test_towers_on_devices_of_their_own_are_exact(towers: ModelProfile, pool: WorkerPool, tmp_path: Path) -> None:
+    """Neither tower's stage sends to the other's: both do to the last stage."""
+    plan = even_plan(profile_in_order(towers, named(towers, ONE_AFTER_THE_OTHER)), pp_degree=3)
+    names = ONE_AFTER_THE_OTHER
+    parts = [names[:3], names[3:6], names[6:]]
+    stages = [stage.model_copy(update={"layers": tuple(part)}) for stage, part in zip(plan.stages, parts, strict=True)]
+    check_exact(plan.model_copy(update={"stages": tuple(stages)}), towers, tmp_path / "plan.py", pool)
+
+
 def test_branches_that_join_are_exact(pool: WorkerPool, tmp_path: Path) -> None:
     profile = profiled("shortcut")
     others = orders(profile)[1:]

@@ -67,6 +67,8 @@ class Outcome:
     lower_bound_s: float
     num_settings: int
     num_nodes: int
+    was_ended: bool
+    """by the time limit, Ctrl-C or `max_nodes`, before it was through"""
     waiting: list[tuple[float, Setting]]
     """Settings that were dropped by their bound before they were priced, in the order of the bounds."""
 
@@ -97,7 +99,7 @@ def search(
     heapq.heapify(queue)
     bound = float("inf")
     branch: Branch | None = None
-    last_report = time.monotonic()
+    last_report, was_ended = time.monotonic(), False
     try:
         while queue and queue[0][0] < incumbent.step_time_s * (1 - TOLERANCE):
             if any_plan and incumbent.best is not None:
@@ -124,13 +126,14 @@ def search(
                     heapq.heappush(queue, (sharper, index, setting, waiting_branch))
             branch = None
     except (OutOfTimeError, KeyboardInterrupt):
+        was_ended = True
         remaining = [bound if branch is None else max(bound, branch.bound), *(item[0] for item in queue)]
         lower = min(left_out, incumbent.step_time_s, *remaining)
     else:
         lower = min(left_out, incumbent.step_time_s)
     waiting = sorted((item[0], item[2]) for item in queue)
     progress("done", len(settings), len(settings))
-    return Outcome(incumbent, lower, len(settings), budget.num_nodes, waiting)
+    return Outcome(incumbent, lower, len(settings), budget.num_nodes, was_ended, waiting)
 
 
 def offer_first_plans(branch: Branch, incumbent: Incumbent) -> None:

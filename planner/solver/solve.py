@@ -8,6 +8,7 @@ from planner.errors import PlannerError
 from planner.model_profile import ModelProfile
 from planner.plan import Asked, Origin, SolverReport
 from planner.solver.find import Found, find, make_space, silent
+from planner.solver.graph_search import find_in_other_orders
 from planner.solver.infeasible import find_conflict
 from planner.solver.repairs import MAX_NODES, Enlarge, Repairs
 from planner.solver.request import SolveRequest
@@ -39,6 +40,7 @@ def solve(
 
     space = make_space(profile, cluster, request)
     found = find(space, origin, progress=progress, time_limit_s=request.time_limit_s)
+    found = find_in_other_orders(space, origin, found, progress=progress, time_limit_s=left_s())
     outcome = found.outcome
     best = outcome.incumbent.best
     if best is None:
