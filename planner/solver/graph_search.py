@@ -6,8 +6,9 @@ down-sets. The search starts from the best plan of the recorded order.
 Where orders are few all are searched, and the bound is proven for them all. Where they are many, layers inside a stage
 stay as recorded: the likely orders are searched first, then those of the chains of down-sets whose bound (10) of
 `graph_bound` is less than the best plan's step, until none is left, which is the proof, or for so many orders. The
-bound is then the least (10) of what is left. That no plan fits is told of the orders searched first. Where people fixed cuts, stages of layers or layers together, the recorded
-order is the only one.
+bound is then the least (10) of what is left. That no plan fits is told of the orders searched first.
+
+Where people fixed cuts, stages of layers or layers together, the recorded order is the only one.
 """
 
 import time
