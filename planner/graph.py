@@ -49,6 +49,12 @@ def is_chain(profile: ModelProfile) -> bool:
     return sorted(graph.edges) == [(index, index + 1) for index in range(len(profile.layers) - 1)]
 
 
+def is_chained(profile: ModelProfile) -> bool:
+    """Return whether each layer reads what the one before it makes, and sends a gradient back; others may too."""
+    links = {(edge.producer, consumer) for edge in profile.edges if edge.needs_grad for consumer in edge.consumers}
+    return all((layer, layer + 1) in links for layer in range(len(profile.layers) - 1))
+
+
 def spine(graph: "nx.DiGraph[int]", weights: Iterable[float], *, gradients: bool) -> tuple[int, ...]:
     """Return the heaviest path through the layers: each waits for the one before it (`gradients`: in backward).
 

@@ -21,7 +21,10 @@ def all_plans(
     num_microbatches: int | None = None,
     recompute: bool = True,
 ) -> Iterator[Plan]:
-    """Yield every plan on all GPUs (adamw, fp32), in no order of merit; fewer microbatches than stages where pinned."""
+    """Yield every plan on at most so many GPUs (adamw, fp32), in no order of merit.
+
+    Fewer microbatches than stages where their number is given.
+    """
     names = [layer.name for layer in profile.layers]
     remades = subsets(names) if recompute else [()]
     for pp, tp, dp in degrees(num_gpus):
@@ -37,7 +40,7 @@ def all_plans(
                 list(combinations(range(1, len(names)), pp - 1)),
                 remades,
             ):
-                yield make_plan(
+                plan = make_plan(
                     profile,
                     cuts,
                     m=m,
@@ -50,12 +53,25 @@ def all_plans(
                     recompute=remade,
                     shardings=shardings,
                 )
+                yield plan
+                if pp > 1 and dp > 1:
+                    yield interleaved(plan)
+
+
+def interleaved(plan: Plan) -> Plan:
+    """Return the plan with the stages of a replica on neighbouring GPUs instead of the replicas of a stage."""
+    pp, tp = plan.pp_degree, plan.tp_degree
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        gpus = [(d * pp + index) * tp + t for d in range(stage.dp_degree) for t in range(tp)]
+        stages.append(stage.model_copy(update={"gpus": tuple(gpus)}))
+    return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def degrees(num_gpus: int) -> list[tuple[int, int, int]]:
-    """Return every (pp, tp, dp) that multiplies to the GPUs."""
+    """Return every (pp, tp, dp) that needs no more GPUs than there are."""
     counts = range(1, num_gpus + 1)
-    return [(pp, tp, dp) for pp, tp, dp in product(counts, counts, counts) if pp * tp * dp == num_gpus]
+    return [(pp, tp, dp) for pp, tp, dp in product(counts, counts, counts) if pp * tp * dp <= num_gpus]
 
 
 def subsets(names: list[str]) -> list[tuple[str, ...]]:

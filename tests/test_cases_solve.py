@@ -113,7 +113,7 @@ def test_06_the_degrees_are_chosen_within_memory() -> None:
     profile = case_profile(layers, frozen=True)
     # A replica of fp32 parameters computes on a copy: 8 bytes per element and GPU, where there are several replicas.
     capped = make_cluster(case["gpus"], memory=most * 8 * elements)
-    pins = {"microbatch_size": 1, "data_parallel": "replicated", "tp_degree": case["tp"]}
+    pins = {"microbatch_size": 1, "data_parallel": "replicated", "tp_degree": case["tp"], "num_gpus": case["gpus"]}
     solution = solve_case(profile, capped, pins, batch=batch)
     assert solution.status == "optimal"
     assert solution.plan is not None
@@ -241,16 +241,16 @@ def test_12_microbatches_in_flight_are_counted_per_stage(
         )
 
 
-def test_14_gpus_that_would_stand_idle_are_no_plan() -> None:
+def test_14_gpus_that_would_stand_idle_are_left_and_told() -> None:
     case = read_case(14)
-    solution = solve_case(case_profile(case["layers"]), case["gpus"], batch=case["global_microbatches"])
-    assert solution.status == "infeasible"
-    assert solution.plan is None
-    assert "1 is not divisible by any dp_degree that makes 8 GPUs" in str(solution.conflict)
-    assert any(repair.description == "--gpus 1" for repair in solution.repairs)
-    one = solve_case(case_profile(case["layers"]), 1, batch=case["global_microbatches"])
-    assert one.plan is not None
-    assert one.plan.num_gpus == 1
+    profile = case_profile(case["layers"])
+    solution = solve_case(profile, case["gpus"], batch=case["global_microbatches"])
+    assert solution.plan is not None
+    assert solution.plan.num_gpus == 1
+    everything = solve_case(profile, case["gpus"], {"num_gpus": case["gpus"]}, batch=case["global_microbatches"])
+    assert everything.status == "infeasible"
+    assert "1 is not divisible by any dp_degree that makes 8 GPUs: 8" in str(everything.conflict)
+    assert any(repair.description == f"leave out --pin num_gpus={case['gpus']}" for repair in everything.repairs)
 
 
 def test_34_microbatches_must_divide_the_batch() -> None:

@@ -523,6 +523,17 @@ def test_solve_tells_people_and_scripts(run: Run, profiled: Path) -> None:
     assert told.keys() >= {"schedule", "data_parallel", "runners_up"}
 
 
+def test_idle_gpus_are_told(run: Run, profiled: Path) -> None:
+    done = run(
+        "solve", "--gpus", "4", "--global-batch-size", "1", "--pin", "tp_degree=1", "--pin", "pp_degree=1", "--json"
+    )
+    assert done.code == 0, done.err
+    assert "warning: the plan uses 1 of 4 GPUs, 3 would be idle: no plan on more is faster" in done.err
+    told = json.loads(done.out)
+    assert told["num_gpus"] == 1
+    assert [stage["gpus"] for stage in told["stages"]] == [[0]]
+
+
 def test_an_edited_plan_is_kept(run: Run, profiled: Path) -> None:
     assert run("solve", "--gpus", "2").code == 0
     written = Path("plan.py").read_text()

@@ -25,8 +25,7 @@ from planner.errors import PlannerError, UsageError
 from planner.model_profile import Edge, LayerClass, ModelProfile
 from planner.plan import EMITTED_SCHEDULES, Plan, Schedule
 from planner.schedule import group_actions
-from planner.solver import Solution, SolveRequest, branch, recompute, solve
-from planner.solver.problem import Setting
+from planner.solver import Solution, SolveRequest, incumbent, recompute, solve
 from planner.solver.recompute import RecomputeChoices
 from planner.solver.settings import pipeline_factor
 from planner.solver.space import representatives
@@ -100,12 +99,22 @@ def test_the_last_stage_may_hold_the_loss_alone() -> None:
     assert plan.stages[-1].layers == ("layers.29",)
 
 
-def test_gpus_that_can_do_nothing_are_told() -> None:
-    solution = ask(timed_profile([10.0]), make_cluster(8), 1)
+def test_gpus_that_can_do_nothing_are_left_idle() -> None:
+    assert planned(ask(timed_profile([10.0]), make_cluster(8), 1)).num_gpus == 1
+    solution = ask(timed_profile([10.0]), make_cluster(8), 1, ("num_gpus", "8"))
     assert solution.conflict is not None
     assert solution.conflict.constraint == "batch"
     assert "global_batch_size 1 is not divisible by any dp_degree that makes 8 GPUs: 8" in solution.conflict.message
-    assert [repair.description for repair in solution.repairs] == ["--global-batch-size 8", "--gpus 1"]
+    assert "leave out --pin num_gpus=8" in [repair.description for repair in solution.repairs]
+
+
+def test_fewer_gpus_are_used_only_where_that_is_faster() -> None:
+    profile = equal_profile(4, params=10_000)
+    slow, fast = (make_cluster(4, gpus_per_node=2, intra=(1e9, 0.0), inter=(speed, 0.0)) for speed in (10.0, 1e9))
+    pins = (("tp_degree", "1"), ("pp_degree", "1"))
+    assert planned(ask(profile, slow, 4, *pins)).num_gpus == 2, "replicas on another node would wait for gradients"
+    assert planned(ask(profile, fast, 4, *pins)).num_gpus == 4
+    assert planned(ask(timed_profile([1.0]), make_cluster(4), 4)).num_gpus == 4
 
 
 def test_microbatches_that_do_not_divide_the_batch_are_refused() -> None:
@@ -220,7 +229,7 @@ def test_an_excluded_layer_is_not_recomputed() -> None:
         ((("tp_degree", "4"),), "sharding", ["tp_degree 4", "1, 2"]),
         ((("pp_degree", "8"),), "layers", ["pp_degree 8", "4 layers"]),
         ((("pp_degree", "2"), ("dp_degree", "8")), "gpus", ["pinned to 16", "8 GPUs"]),
-        ((("pp_degree", "3"),), "gpus", ["pinned to 3", "8 GPUs"]),
+        ((("pp_degree", "3"), ("num_gpus", "8")), "gpus", ["pinned to 3", "8 GPUs"]),
         ((("dp_degree", "1"), ("pp_degree", "4"), ("cuts", "layers.1")), "pins", ["1 cuts", "2 stages"]),
         ((("pp_degree", "4"), ("microbatch_size", "8"), ("schedule", "1f1b")), "warm-up", ["pp_degree 4", "most 2"]),
         ((("microbatch_size", "2"), ("num_microbatches", "2"), ("pp_degree", "4")), "batch", ["global_batch_size 16"]),
@@ -305,7 +314,8 @@ def test_a_plan_holds_every_layer_once_within_memory(seed: int, num_layers: int,
     plan = ask(profile, cluster, 12).plan
     if plan is not None:
         assert [name for stage in plan.stages for name in stage.layers] == [layer.name for layer in profile.layers]
-        assert sorted(gpu for stage in plan.stages for gpu in stage.gpus) == list(range(num_gpus))
+        assert sorted(gpu for stage in plan.stages for gpu in stage.gpus) == list(range(plan.num_gpus))
+        assert plan.num_gpus <= num_gpus
         assert plan.prediction is not None
         assert plan.prediction.peak_bytes <= 40_000
         assert plan.prediction == cost.evaluate(plan, profile, cluster)
@@ -349,14 +359,14 @@ def test_an_ended_search_tells_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = (("pp_degree", "8"), ("microbatch_size", "1"), ("schedule", "1f1b"))
     full = ask(profile, cluster, 16, *pins)
     assert full.status == "optimal"
-    spend = branch.Budget.spend
+    spend = incumbent.Budget.spend
 
-    def spend_ten(budget: branch.Budget) -> None:
+    def spend_ten(budget: incumbent.Budget) -> None:
         spend(budget)
         if budget.num_nodes > 10:
-            raise branch.OutOfTimeError
+            raise incumbent.OutOfTimeError
 
-    monkeypatch.setattr(branch.Budget, "spend", spend_ten)
+    monkeypatch.setattr(incumbent.Budget, "spend", spend_ten)
     ended = ask(profile, cluster, 16, *pins)
     assert ended.num_nodes < full.num_nodes
     assert ended.status == "feasible"
@@ -369,10 +379,10 @@ def test_an_ended_search_tells_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_ended_before_any_plan_is_no_proof_of_infeasibility(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(budget: branch.Budget) -> None:
-        raise branch.OutOfTimeError
+    def end(budget: incumbent.Budget) -> None:
+        raise incumbent.OutOfTimeError
 
-    monkeypatch.setattr(branch.Budget, "spend", end)
+    monkeypatch.setattr(incumbent.Budget, "spend", end)
     with pytest.raises(PlannerError, match="ended before any plan was found") as caught:
         ask(timed_profile([1.0] * 4), make_cluster(2), 4)
     assert "--time-limit" in caught.value.hint
@@ -462,14 +472,13 @@ def test_no_chain_of_stages_is_faster_than_the_bound_on_their_waiting(
     schedule: Schedule, count: int, times: list[tuple[float, float]]
 ) -> None:
     stages = len(times)
-    setting = Setting(stages, 1, count, 0, 0, (), 1, 1, schedule, "replicated")
     messages = [Message(s, s + 1, 0.0, 0.0) for s in range(stages - 1)]
 
     def step_s(forward: list[float], backward: list[float]) -> float:
         played = play(group_actions(schedule, stages, count), forward, backward, messages, [0.0] * stages)
         return max(played.group_ends_s)
 
-    factor = pipeline_factor(setting, 0.5)
+    factor = pipeline_factor(schedule, stages, count, 0.5)
     total = sum(map(sum, times))
     assert factor * total <= step_s([f for f, _ in times], [b for _, b in times]) * (1 + 1e-9)
     if schedule == "gpipe" or count > stages:
@@ -477,5 +486,5 @@ def test_no_chain_of_stages_is_faster_than_the_bound_on_their_waiting(
         assert factor * 3.0 * stages == pytest.approx(step_s([1.0] * stages, [2.0] * stages)), "equal stages reach it"
     backwards = [(f, max(f, b)) for f, b in times]  # a larger share that all layers have
     share = min((b / (f + b) for f, b in backwards if f + b), default=0.5)
-    larger = pipeline_factor(setting, share) * sum(map(sum, backwards))
+    larger = pipeline_factor(schedule, stages, count, share) * sum(map(sum, backwards))
     assert larger <= step_s([f for f, _ in backwards], [b for _, b in backwards]) * (1 + 1e-9)

@@ -23,6 +23,7 @@ from planner.cli.output import progress_bar, say, write_json, write_line, write_
 from planner.errors import UsageError
 from planner.local_cluster import shared_cores
 from planner.plan import Optimizer, Precision
+from planner.units import counted
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster
@@ -148,6 +149,12 @@ def solve(
     from planner.runnable import unrunnable
 
     imported_from = file.profile.provenance.imported_from
+    if idle := gpus - solution.plan.num_gpus:
+        why = "is faster" if solution.status == "optimal" else "was found to be faster"
+        say(
+            f"warning: the plan uses {solution.plan.num_gpus} of {counted(gpus, 'GPU')}, {idle} would be idle: no plan "
+            f"on more {why} (--pin num_gpus={gpus} uses all)"
+        )
     problem = unrunnable(solution.plan)
     if not imported_from and not problem:
         write_plan(emit(solution.plan, file.profile), output, force=force)

@@ -23,6 +23,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "heaviest_stage": prediction.heaviest_stage if prediction else None,
         "max_param_count": max(stage.param_count for stage in prediction.stages) if prediction else None,
         "global_batch_size": plan.global_batch_size,
+        "num_gpus": plan.num_gpus,
         "pp_degree": plan.pp_degree,
         "num_chunks": plan.num_chunks,
         "tp_degree": plan.tp_degree,

@@ -125,6 +125,16 @@ def _divisions(space: Space, tp_degree: int) -> bool:
     return bool(space.combinations(tp_degree, 1, (route,))[0])
 
 
+def _dp_degrees(space: Space) -> set[int]:
+    """Return the dp_degrees that make a number of GPUs which is left, whatever the batch."""
+    found = set()
+    for count in space.gpu_counts[:SHOWN_COUNTS]:
+        for dp in divisors(count):
+            asked = replace(space.request, global_batch_size=dp)
+            found |= {dp for _, _, of in replace(space, request=asked).degrees() if of == dp}
+    return found
+
+
 def _combined_conflict(space: Space) -> Conflict:
     """Return the conflict of everything together, where no single pin is at fault."""
     request, num_layers = space.request, len(space.pricer.profile.layers)
@@ -138,6 +148,14 @@ def _combined_conflict(space: Space) -> Conflict:
                 f"one of {_listed(allowed)}{_under(space)}; dp_degree is 1: {_going_on(space.carried)}"
             ),
         )
+    if not degrees and (undivided := _dp_degrees(space)):
+        return Conflict(
+            constraint="batch",
+            message=(
+                f"global_batch_size {batch} is not divisible by any dp_degree that makes {_gpus(space)}: "
+                f"{_listed(undivided)}{_under(space)}"
+            ),
+        )
     if not degrees:
         return Conflict(
             constraint="gpus",
@@ -146,16 +164,8 @@ def _combined_conflict(space: Space) -> Conflict:
                 f"stages ({num_layers} layers), tp_degree one of {_listed(allowed)}{_under(space)}"
             ),
         )
-    fitting = [(pp, dp) for pp, _, dp in degrees if batch % dp == 0]
-    if not fitting:
-        return Conflict(
-            constraint="batch",
-            message=(
-                f"global_batch_size {batch} is not divisible by any dp_degree that makes {_gpus(space)}: "
-                f"{_listed({dp for _, _, dp in degrees})}{_under(space)}"
-            ),
-        )
-    whole = [tp for _, tp, dp in degrees if batch % dp == 0 and not _divisions(space, tp)]
+    fitting = [(pp, dp) for pp, _, dp in degrees]
+    whole = [tp for _, tp, _ in degrees if not _divisions(space, tp)]
     if len(whole) == len(fitting):
         return Conflict(
             constraint="sharding",

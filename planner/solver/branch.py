@@ -9,48 +9,15 @@ the least step time that s stages covering layers [0, b) allow. A node is droppe
 than the best plan known. A complete plan is priced by `cost.evaluate`, through `Incumbent.offer`.
 """
 
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.solver.problem import Problem
+from planner.solver.incumbent import TOLERANCE, Budget, Incumbent
+from planner.solver.problem import Problem, Span
 from planner.solver.recompute import Choice
 from planner.solver.tables import Floats
 from planner.solver.waves import Suffixes, stage_ends
-
-TOLERANCE = 1e-10  # a plan better by less, relatively, is not searched for
-
-Span = tuple[int, int]
-
-
-class OutOfTimeError(Exception):
-    """The search was stopped; what is known so far is the answer."""
-
-
-@dataclass(slots=True)
-class Budget:
-    """Ends the search: after `deadline` (time.monotonic), after `max_nodes`, or never."""
-
-    deadline: float | None = None
-    max_nodes: int | None = None
-    num_nodes: int = 0
-
-    def spend(self) -> None:
-        """Count a node; OutOfTimeError where the time is up."""
-        self.num_nodes += 1
-        self.check()
-
-    def check(self) -> None:
-        """OutOfTimeError where the time is up."""
-        if self.max_nodes is not None and self.num_nodes > self.max_nodes:
-            raise OutOfTimeError
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise OutOfTimeError
-
-
-Offer = Callable[[Problem, Sequence[Span], Sequence[Choice]], float]
 
 
 @dataclass(slots=True)
@@ -77,13 +44,11 @@ class Branch:
     prefix: list[Floats] = field(default_factory=list)
     stations: list[Floats] = field(default_factory=list)
     open: list[Node] = field(default_factory=list)
-    refined: bool = False
 
     def __post_init__(self) -> None:
-        stages, count = self.problem.setting.pp_degree, self.problem.num_layers
-        self.stations = [self.problem.station(s) for s in range(stages)]
+        self.stations = [self.problem.station(s) for s in range(self.problem.setting.pp_degree)]
         self._relax()
-        self.open = [Node(self.root_bound, stages - 1, count, -1)]
+        self.restart()
 
     def _relax(self) -> None:
         """Do the dynamic program (5) over the stations."""
@@ -97,20 +62,14 @@ class Branch:
         """Put the recomputation that stages really need in place of its bound, where a better plan might use it."""
         changed = False
         for s, station in enumerate(self.stations):
-            extra = self.problem.extra[s]
-            below = (extra > 0) & (np.maximum(station, self.prefix[s][:, None]) < limit_s)
-            for a, b in zip(*np.nonzero(below), strict=True):
-                budget.check()
-                choice = self.problem.recompute(s, int(a), int(b))
-                extra[a, b] = np.inf if choice is None else choice.seconds
-            if below.any():
+            below = np.maximum(station, self.prefix[s][:, None]) < limit_s
+            if self.problem.settle(s, below, budget.check):
                 self.stations[s] = self.problem.station(s)
                 changed = True
         if changed:
             self._relax()
             for node in self.open:
                 node.bound = max(node.bound, self.root_bound)
-        self.refined = True
 
     @property
     def root_bound(self) -> float:
@@ -135,47 +94,38 @@ class Branch:
             stop = first
         return spans[::-1]
 
-    def even_spans(self) -> list[Span]:
-        """Return stages of equal layer counts, the first ones longer where they don't divide."""
-        stages, count = self.problem.setting.pp_degree, self.problem.num_layers
-        sizes = [count // stages + (s < count % stages) for s in range(stages)]
-        stops = np.cumsum(sizes).tolist()
-        return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    def search(self, incumbent: Incumbent, tolerance: float, max_nodes: int) -> bool:
+        """Price complete plans until nothing open is of interest (`Incumbent.limit_s`): return whether that is so.
 
-    def choose(self, spans: Sequence[Span]) -> list[Choice] | None:
-        """Return the recomputed layers of every stage; None where a stage can't be."""
-        choices = []
-        for s, (first, stop) in enumerate(spans):
-            choice = self.problem.recompute(s, first, stop) if self.problem.positions[s].allowed[first, stop] else None
-            if choice is None:
-                return None
-            choices.append(choice)
-        return choices
-
-    def search(self, incumbent_s: float, offer: Offer, budget: Budget) -> None:
-        """Price complete plans until nothing open can beat the best one; OutOfTimeError leaves the rest in `open`.
-
-        `offer` prices a plan and returns the best step time known then.
+        Gives up after `max_nodes`; then, and where OutOfTimeError is raised, what is left is in `open`.
         """
+        end = incumbent.budget.num_nodes + max_nodes
         while self.open:
             node = self.open[-1]
-            if node.bound >= incumbent_s * (1 - TOLERANCE):
+            if node.bound >= incumbent.limit_s(tolerance):
                 self.open.pop()
                 continue
-            budget.spend()
-            children = self._children(node, incumbent_s)
+            if incumbent.budget.num_nodes >= end:
+                return False
+            incumbent.budget.spend()
+            children = self._children(node, incumbent.limit_s(tolerance))
             if node.position > 0:  # in one step: an interrupt never loses what is open
                 self.open[-1:] = sorted(children, key=lambda child: -child.bound)
                 continue
             for leaf in children:
-                if leaf.bound < incumbent_s * (1 - TOLERANCE):
-                    incumbent_s = min(incumbent_s, offer(self.problem, leaf.spans, leaf.choices))
+                if leaf.bound < incumbent.limit_s(tolerance):
+                    incumbent.offer(self.problem, leaf.spans, leaf.choices)
             self.open.pop()
+        return True
 
-    def _children(self, node: Node, incumbent_s: float) -> list[Node]:
-        """Return the ways to put one more stage in front of a node that may still beat the incumbent."""
+    def restart(self) -> None:
+        """Open everything again: a search to a smaller tolerance follows."""
+        stages, count = self.problem.setting.pp_degree, self.problem.num_layers
+        self.open = [Node(self.root_bound, stages - 1, count, -1)]
+
+    def _children(self, node: Node, limit: float) -> list[Node]:
+        """Return the ways to put one more stage in front of a node whose bound is below the limit."""
         problem, s, b = self.problem, node.position, node.start
-        limit = incumbent_s * (1 - TOLERANCE)
         bounds = np.maximum(np.maximum(self.prefix[s], self.stations[s][:, b]), node.bound)
         firsts = np.flatnonzero(bounds < limit)
         found = [(int(a), choice) for a in firsts if (choice := problem.recompute(s, int(a), b)) is not None]

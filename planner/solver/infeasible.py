@@ -9,11 +9,9 @@ from planner.cluster import Cluster
 from planner.graph import shared_updates
 from planner.plan import SCHEDULES, Origin
 from planner.solver.arithmetic import arithmetic_conflict
-from planner.solver.branch import Span
-from planner.solver.problem import Problem, Setting
+from planner.solver.problem import Problem, Setting, Span
 from planner.solver.problems import Problems
 from planner.solver.request import described
-from planner.solver.settings import with_shardings
 from planner.solver.solution import Conflict
 from planner.solver.space import Space
 from planner.solver.tables import Floats
@@ -110,17 +108,19 @@ def _lean_settings(space: Space) -> Iterator[Setting]:
             seen.add(key)
         elif key in seen:
             continue
-        over = space.stage_routes(setting.pp_degree, setting.tp_degree, setting.dp_degree)
+        over = space.stage_routes(*setting.degrees)
         routes = tuple(dict.fromkeys(over.tensor))
         for shardings in space.combinations(setting.tp_degree, setting.microbatch_size, routes)[0]:
-            yield with_shardings(setting, shardings)
+            yield replace(setting, shardings=shardings)
 
 
 def _need(problem: Problem, s: int, a: int, b: int) -> int:
     """Return the least peak bytes of stage [a, b) at position s."""
     position = problem.positions[s]
     received = int(position.layers.crossing.received[a, b])
-    return int(position.states.fixed_bytes[a, b]) + position.layers.choices.leanest(a, b, received, position.in_flight)
+    choices = position.layers.choices
+    assert choices is not None
+    return int(position.states.fixed_bytes[a, b]) + choices.leanest(a, b, received, position.in_flight)
 
 
 def _least_peak(problem: Problem, limit: float, *, exact: bool) -> tuple[float, list[Span]]:

@@ -14,8 +14,9 @@ bound of 1F1B: early stages hide what comes after them behind their warm-up. Pat
 layers each of which waits for the one before; where a stage is not on it, the terms that need it are left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -29,21 +30,36 @@ from planner.solver.waves import Suffixes
 
 SAME = 1e-9  # relative: a share that differs by less is the same
 
+Span = tuple[int, int]
+"""The layers [first, stop) of a stage."""
 
-@dataclass(frozen=True, slots=True, order=True)
+Placement = Literal["stages", "replicas"]
+PLACEMENTS: tuple[Placement, ...] = ("stages", "replicas")
+"""Which GPUs are neighbours, beside those of a tensor-parallel group: a stage's replicas, or a replica's stages."""
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Setting:
     """A point of the outer search; ordered from regular to irregular, which breaks ties."""
 
+    num_idle: int
     pp_degree: int
     tp_degree: int
     num_microbatches: int
     schedule_rank: int
     data_parallel_rank: int
+    placement_rank: int
     shardings: tuple[tuple[str, str], ...]
     dp_degree: int
     microbatch_size: int
     schedule: Schedule
     data_parallel: DataParallel
+    placement: Placement
+
+    @property
+    def degrees(self) -> tuple[int, int, int, Placement]:
+        """What the GPUs of the stages follow from: pp, tp and dp degree, and placement."""
+        return self.pp_degree, self.tp_degree, self.dp_degree, self.placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +113,12 @@ class Problem:
         rules: StateRules,
         fastest_bytes_per_s: float,
         recompute_fraction: float = float("inf"),
+        *,
+        chained: bool,
     ) -> None:
         self._recompute_fraction = recompute_fraction
-        self.setting, self.positions, self.routes = setting, positions, routes
-        self.num_layers = len(positions[0].layers.layers)
+        self.setting, self.positions, self.routes, self.chained = setting, positions, routes, chained
+        self.num_layers = len(positions[0].layers.forward)
         stages, count = setting.pp_degree, self.num_layers
         self.forward_spine = Spine.of(spines[0], np.min([p.layers.forward for p in positions], axis=0))
         self.backward_spine = Spine.of(spines[1], np.min([p.layers.backward for p in positions], axis=0))
@@ -119,6 +137,7 @@ class Problem:
         self.start_tail_s = start + self.least_tied_s
         self._messages: dict[tuple[int, int, int], tuple[Floats, Floats, Bools, Bools]] = {}
         self._extra: list[Floats] = []
+        self._settled: list[Bools] = []
 
     def _least_tied(self, shared: Sequence[tuple[SharedStorage, int]], rules: StateRules, route: Route) -> float:
         """Return seconds of gradient sums that stage 0 takes part in whatever the cuts: layer 0's with a late layer."""
@@ -150,10 +169,22 @@ class Problem:
 
     @property
     def extra(self) -> list[Floats]:
-        """Seconds of recomputation that [a, b) needs, by position: at least, until the search knows better."""
+        """Seconds of recomputation that [a, b) needs, by position: at least, until `settle` says it exactly."""
         if not self._extra:
             self._extra = [self._least_extra(position) for position in self.positions]
+            self._settled = [(extra == 0) | np.isinf(extra) for extra in self._extra]
         return self._extra
+
+    def settle(self, s: int, wanted: Bools, check: Callable[[], None]) -> bool:
+        """Make `extra` exact for the wanted [a, b) at position s; return whether any was not. `check` may raise."""
+        extra = self.extra[s]
+        unknown = wanted & ~self._settled[s]
+        for a, b in zip(*np.nonzero(unknown), strict=True):
+            check()
+            choice = self.recompute(s, int(a), int(b))
+            extra[a, b] = np.inf if choice is None else choice.seconds
+            self._settled[s][a, b] = True
+        return bool(unknown.any())
 
     def _least_extra(self, position: Position) -> Floats:
         """Return seconds of recomputation that [a, b) needs at least; inf where it fits in no way or is not allowed."""
@@ -164,10 +195,10 @@ class Problem:
             extra = np.where(need > 0, need / (w * table.best_ratio), 0.0)
         forced = table.forced_sum[None, :] - table.forced_sum[:, None]
         extra = forced if table.any_forced else np.nan_to_num(extra, nan=np.inf, posinf=np.inf)
-        fits = (w * table.kept_least + table.transient <= room) & (extra <= self._most_extra(table))
+        fits = (w * table.kept_least + table.transient <= room) & (extra <= self.most_extra(table))
         return np.where(fits & position.allowed, extra, np.inf)
 
-    def _most_extra(self, table: LayerTable) -> Floats:
+    def most_extra(self, table: LayerTable) -> Floats:
         """Return seconds of recomputation that every [a, b) may have at most: a share of its forward."""
         forward = table.forward_sum[None, :] - table.forward_sum[:, None]
         share = self._recompute_fraction * (1 + SAME)
@@ -181,30 +212,52 @@ class Problem:
         if not table.any_forced and position.in_flight * kept + transient <= room:
             return Choice((), 0.0, position.in_flight * kept + transient)
         received = int(table.crossing.received[a, b])
+        assert table.choices is not None, "the least of several shardings has no choices of its own"
         choice = table.choices.fastest(a, b, received, position.in_flight, room)
-        return None if choice is None or choice.seconds > self._most_extra(table)[a, b] else choice
+        return None if choice is None or choice.seconds > self.most_extra(table)[a, b] else choice
+
+    def choose(self, spans: Sequence[Span]) -> list[Choice] | None:
+        """Return the recomputed layers of every stage; None where a stage can't be."""
+        choices = []
+        for s, (first, stop) in enumerate(spans):
+            choice = self.recompute(s, first, stop) if self.positions[s].allowed[first, stop] else None
+            if choice is None:
+                return None
+            choices.append(choice)
+        return choices
+
+    def even_spans(self) -> list[Span]:
+        """Return stages of equal layer counts, the first ones longer where they don't divide."""
+        stages, count = self.setting.pp_degree, self.num_layers
+        sizes = [count // stages + (s < count % stages) for s in range(stages)]
+        stops = np.cumsum(sizes).tolist()
+        return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+    def times(self, s: int) -> tuple[Floats, Floats]:
+        """Return seconds of forward and of backward, recomputation included, of [a, b) at position s."""
+        table = self.positions[s].layers
+        forward = table.forward_sum[None, :] - table.forward_sum[:, None]
+        return forward, table.backward_sum[None, :] - table.backward_sum[:, None] + self.extra[s]
+
+    def within(self, s: int, forward: Floats, backward: Floats, trip: Floats) -> Floats:
+        """Return start + (m - p) * (tf + tb) + end of (1) at position s, for stages of these times and round trips."""
+        w, m = self.positions[s].in_flight, self.setting.num_microbatches
+        if self.setting.schedule == "gpipe":  # the first backward waits for the last forward's round trip
+            return m * forward + trip + m * backward
+        if w == m:  # the last forward comes before the first backward: one round trip on any path
+            return np.maximum(np.maximum(w * forward, forward + trip) + w * backward, w * forward + trip + backward)
+        start = np.maximum(w * forward, forward + trip)
+        end = np.maximum(w * backward, backward + trip)
+        return start + (m - w) * (forward + backward) + end
 
     def station(self, s: int) -> Floats:
         """Return bound (1) for every stage [a, b) at position s; inf where it can't stand there."""
-        position, m = self.positions[s], self.setting.num_microbatches
-        table, w = position.layers, position.in_flight
-        fits = np.isfinite(self.extra[s])
-        forward = table.forward_sum[None, :] - table.forward_sum[:, None]
-        backward = table.backward_sum[None, :] - table.backward_sum[:, None] + np.where(fits, self.extra[s], 0.0)
+        states, fits = self.positions[s].states, np.isfinite(self.extra[s])
+        forward, backward = self.times(s)
         head, after = self.paths(s)
-        trip = self._round_trip(s)
-        if self.setting.schedule == "gpipe":  # the first backward waits for the last forward's round trip
-            within = m * forward + trip + m * backward
-        elif w == m:  # the last forward comes before the first backward: one round trip on any path
-            within = np.maximum(
-                np.maximum(w * forward, forward + trip) + w * backward, w * forward + trip + backward
-            )  # fmt: skip
-        else:
-            start = np.maximum(w * forward, forward + trip)
-            end = np.maximum(w * backward, backward + trip)
-            within = start + (m - w) * (forward + backward) + end
-        bound = np.maximum(head, position.states.ready_s) + within
-        return np.where(fits, bound + np.maximum(after, position.states.tail_s), np.inf)
+        within = self.within(s, forward, np.where(fits, backward, 0.0), self._round_trip(s))
+        bound = np.maximum(head, states.ready_s) + within
+        return np.where(fits, bound + np.maximum(after, states.tail_s), np.inf)
 
     def paths(self, s: int) -> tuple[Floats, Floats]:
         """Return head and the path back to the start, tail of stage 0 included, for [a, b) at position s."""
@@ -239,6 +292,12 @@ class Problem:
             total += (spine.before[-1] - spine.before + messages * message_s)[None, :]
             sure &= spine.last_before[None, :] >= np.arange(size)[:, None]
         return np.where(sure, total, 0.0)
+
+    def hop(self, s: int) -> tuple[Floats, Floats]:
+        """Return the seconds in which what layer b - 1 hands to layer b crosses, by b, from position s; and back."""
+        route = self.routes[s, s + 1]
+        sent, back = self.positions[s].layers.crossing.next_bytes / route.bandwidth_bytes_per_s + route.latency_s
+        return sent, back
 
     def messages(self, s: int, b: int, c: int) -> tuple[Floats, Floats, Bools, Bools]:
         """Return, for every a, busy seconds forward and back from [a, b) at s to [b, c), and whether any are sent."""

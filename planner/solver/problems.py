@@ -6,14 +6,17 @@ import numpy as np
 
 from planner.cost.communication import Route
 from planner.cost.states import StateRules
-from planner.graph import layer_graph, shared_updates, spine
+from planner.graph import is_chained, layer_graph, shared_updates, spine
 from planner.plan import Origin, Plan, Stage
 from planner.schedule import num_in_flight
-from planner.solver.branch import Span
-from planner.solver.problem import Position, Problem, Setting
+from planner.solver.problem import Position, Problem, Setting, Span
 from planner.solver.recompute import Choice
 from planner.solver.space import Shardings, Space
 from planner.solver.tables import Bools, Crossing, LayerTable, StateTable
+
+_Key = tuple[int, int, tuple[Shardings, ...], Route]
+
+MAX_RECENT = 6  # problems of hundreds of layers and stages have tables of some hundred MB
 
 
 class Problems:
@@ -22,62 +25,87 @@ class Problems:
     def __init__(self, space: Space, origin: Origin) -> None:
         self.space, self.origin = space, origin
         self._graph = layer_graph(space.pricer.profile)
+        self.chained = is_chained(space.pricer.profile)
         self._crossings: dict[int, Crossing] = {}
-        self._tables: dict[tuple[int, int, Shardings, Route], LayerTable] = {}
-        self._spines: dict[tuple[int, int, Shardings, Route], tuple[tuple[int, ...], ...]] = {}
+        self._tables: dict[_Key, LayerTable] = {}
+        self._spines: dict[_Key, tuple[tuple[int, ...], ...]] = {}
         self._masks: dict[int, list[Bools]] = {}
+        self._recent: dict[Setting, Problem] = {}
 
-    def of(self, setting: Setting, *, memory_bytes: int | None = None) -> Problem:
-        """Return the problem of a setting; `memory_bytes` replaces the GPUs' own memory."""
-        pricer, space = self.space.pricer, self.space
-        pp, tp, dp, rows = setting.pp_degree, setting.tp_degree, setting.dp_degree, setting.microbatch_size
-        over = space.stage_routes(pp, tp, dp)
+    def of(self, setting: Setting) -> Problem:
+        """Return the problem of a setting; the last few are kept, with what they have come to know."""
+        problem = self._recent.pop(setting, None) or self._make(setting)
+        self._recent[setting] = problem
+        if len(self._recent) > MAX_RECENT:
+            del self._recent[next(iter(self._recent))]
+        return problem
+
+    def least(self, settings: Sequence[Setting]) -> Problem:
+        """Return a problem whose bounds hold for all of `settings`, which differ in sharding and data parallelism."""
+        return self._make(settings[0], settings)
+
+    def _make(self, setting: Setting, alike: Sequence[Setting] = ()) -> Problem:
+        space, pricer = self.space, self.space.pricer
+        alike = alike or (setting,)
+        pp, tp, rows = setting.pp_degree, setting.tp_degree, setting.microbatch_size
+        over = space.stage_routes(*setting.degrees)
         if rows not in self._crossings:
             self._crossings[rows] = Crossing.of(pricer, rows)
-        rules = StateRules(space.request.optimizer, space.request.precision, setting.data_parallel, dp)
-        shardings = dict(setting.shardings)
+        every = dict.fromkeys(other.shardings for other in alike)
+        modes = dict.fromkeys((other.data_parallel, other.dp_degree) for other in alike)
+        rules = [StateRules(space.request.optimizer, space.request.precision, mode, dp) for mode, dp in modes]
         states: dict[tuple[Route, Route], StateTable] = {}
         positions = []
         masks = self._allowed(pp)
-        for s, route in enumerate(over.tensor):
-            key = (rows, tp, setting.shardings, route)
-            if key not in self._tables:
-                table = LayerTable(
-                    pricer, self._crossings[rows], rows, tp, shardings, route, space.recompute_choices
-                )  # fmt: skip
-                self._tables[key] = table
-                self._spines[key] = (
-                    spine(self._graph, table.forward.tolist(), gradients=False),
-                    spine(self._graph, table.backward.tolist(), gradients=True),
-                )
-            table = self._tables[key]
-            dp_route = over.data[s]
+        for s, (route, dp_route) in enumerate(zip(over.tensor, over.data, strict=True)):
+            table = self._table(rows, tp, tuple(every), route)
             if (route, dp_route) not in states:
-                states[route, dp_route] = StateTable.of(
-                    table, rules, pricer.cluster.gpu_at(0), tp, dp_route, pricer.cluster.memory_reserve
-                )
+                found = [
+                    StateTable.of(table, rule, pricer.cluster.gpu_at(0), tp, dp_route, pricer.cluster.memory_reserve)
+                    for rule in rules
+                ]
+                states[route, dp_route] = found[0] if len(found) == 1 else StateTable.least(found)
             positions.append(
                 Position(
                     layers=table,
                     states=states[route, dp_route],
-                    budget_bytes=memory_bytes or pricer.cluster.gpu_at(0).memory,
+                    budget_bytes=pricer.cluster.gpu_at(0).memory,
                     in_flight=num_in_flight(setting.schedule, pp, setting.num_microbatches, s),
                     allowed=masks[s],
                 )
             )
-        first_key = (rows, tp, setting.shardings, positions[0].layers.route)
-        spines = self._spines[first_key]
+        spines = self._spines[rows, tp, tuple(every), positions[0].layers.route]
         cluster = pricer.cluster
+        repeats = [pricer.repeats(tp, dict(shardings)) for shardings in every]
         return Problem(
             setting,
             positions,
             {(s, s + 1): route for s, route in enumerate(over.messages)},
             (spines[0], spines[1]),
-            [(shared, repeat[2]) for shared, repeat in zip(pricer.shared, pricer.repeats(tp, shardings), strict=True)],
-            rules,
+            [(shared, min(of[index][2] for of in repeats)) for index, shared in enumerate(pricer.shared)],
+            max(rules, key=lambda rule: rule.num_shards),
             cluster.fastest_bytes_per_s,
             self.space.limits.recompute_fraction,
+            chained=self.chained,
         )
+
+    def _table(self, rows: int, tp: int, every: tuple[Shardings, ...], route: Route) -> LayerTable:
+        """Return the table of a choice of sharding, or the least of several."""
+        key = (rows, tp, every, route)
+        if key not in self._tables:
+            pricer = self.space.pricer
+            if len(every) > 1:
+                table = LayerTable.least([self._table(rows, tp, (one,), route) for one in every])
+            else:
+                table = LayerTable.of(
+                    pricer, self._crossings[rows], rows, tp, dict(every[0]), route, self.space.recompute_choices
+                )  # fmt: skip
+            self._tables[key] = table
+            self._spines[key] = (
+                spine(self._graph, table.forward.tolist(), gradients=False),
+                spine(self._graph, table.backward.tolist(), gradients=True),
+            )
+        return self._tables[key]
 
     def _allowed(self, pp: int) -> list[Bools]:
         """Return for every position which [a, b) may stand there, by order, pinned cuts and pinned stages."""
@@ -113,7 +141,7 @@ class Problems:
     def plan(self, setting: Setting, spans: Sequence[Span], choices: Sequence[Choice]) -> Plan:
         """Return the plan, without a prediction."""
         profile, request = self.space.pricer.profile, self.space.request
-        gpus = self.space.stage_gpus(setting.pp_degree, setting.tp_degree, setting.dp_degree)
+        gpus = self.space.stage_gpus(*setting.degrees)
         chosen = dict(setting.shardings)
         stages = []
         for (first, stop), choice, ranks in zip(spans, choices, gpus, strict=True):

@@ -1,62 +1,43 @@
-"""The outer search: settings in the order of their bounds, one incumbent for all, until none can beat it.
+"""The outer search: everything open in the order of its bound, one incumbent for all, until nothing can beat it.
 
-A setting waits with bound (6) of `settings`, then with (5) of `branch` over its tables, then with (5) where the
-recomputation that stages really need is known; then the inner search decides it. It is dropped as soon as one of these
-reaches the best plan's step time: never axis by axis.
+What is open is taken apart step by step: degrees and microbatches into numbers of stages, these into settings, a
+setting into its tables, a sharper bound with first plans, and a branch and bound (`settings`, `chains`). It is left
+alone as soon as its bound reaches the best plan's step time: never axis by axis. The search goes to a coarse tolerance
+first, so that a good plan with a small gap is there early, and then to finer ones.
 """
 
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
-from planner.plan import Origin, Plan
-from planner.solver.branch import TOLERANCE, Branch, Budget, OutOfTimeError, Span
-from planner.solver.problem import Problem, Setting
+from planner.plan import Origin
+from planner.solver.chains import OpenSetting
+from planner.solver.incumbent import Budget, Incumbent, OutOfTimeError
+from planner.solver.problem import Setting
 from planner.solver.problems import Problems
-from planner.solver.recompute import Choice
-from planner.solver.settings import settings_with_bounds
+from planner.solver.settings import open_degrees
 from planner.solver.space import Space
+
+TOLERANCES = (1e-2, 1e-3, 0.0)
 
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(slots=True)
-class Incumbent:
-    """The best plan so far, and the best one of every setting that was priced.
+class Open(Protocol):
+    """A part of the search space; `bound` is proven for every plan in it."""
 
-    Only plans that take less than `to_beat_s` count, where the question is whether there is one.
-    """
-
-    problems: Problems
-    to_beat_s: float = float("inf")
-    best: Plan | None = None
-    by_setting: dict[Setting, Plan] = field(default_factory=dict)
-    num_priced: int = 0
+    bound: float
 
     @property
-    def step_time_s(self) -> float:
-        """The best step time, or the one to beat; inf where there is neither."""
-        return step_time_s(self.best) if self.best is not None else self.to_beat_s
+    def label(self) -> str:
+        """What progress shows."""
+        ...
 
-    def offer(self, problem: Problem, spans: Sequence[Span], choices: Sequence[Choice]) -> float:
-        """Price a plan by `cost.evaluate`, keep it if it is better, and return the best step time."""
-        plan = self.problems.plan(problem.setting, spans, choices)
-        prediction = self.problems.space.pricer.evaluate(plan)
-        self.num_priced += 1
-        plan = plan.model_copy(update={"prediction": prediction})
-        known = self.by_setting.get(problem.setting)
-        if known is None or prediction.step_time_s < step_time_s(known):
-            self.by_setting[problem.setting] = plan
-        if prediction.step_time_s < self.step_time_s * (1 - TOLERANCE):
-            self.best = plan
-        return self.step_time_s
-
-
-def step_time_s(plan: Plan) -> float:
-    """Return the predicted step time of a priced plan."""
-    assert plan.prediction is not None
-    return plan.prediction.step_time_s
+    def advance(self, incumbent: Incumbent, tolerance: float) -> "Sequence[Open]":
+        """Take a step: return the open parts that together hold what is left, offer plans to the incumbent."""
+        ...
 
 
 @dataclass(slots=True)
@@ -65,7 +46,6 @@ class Outcome:
 
     incumbent: Incumbent
     lower_bound_s: float
-    num_settings: int
     num_nodes: int
     was_ended: bool
     """by the time limit, Ctrl-C or `max_nodes`, before it was through"""
@@ -89,56 +69,68 @@ def search(
     only faster plans are looked for: without one, the bound is that time. `max_nodes` ends the search as the time limit
     does, but the same on every machine.
     """
-    problems = Problems(space, origin)
-    incumbent = Incumbent(problems, to_beat_s)
     budget = Budget(None if time_limit_s is None else time.monotonic() + time_limit_s, max_nodes)
-    settings, left_out = settings_with_bounds(space)
-    queue: list[tuple[float, int, Setting, Branch | None]] = [
-        (bound, index, setting, None) for index, (bound, setting) in enumerate(settings)
-    ]
-    heapq.heapify(queue)
-    bound = float("inf")
-    branch: Branch | None = None
-    last_report, was_ended = time.monotonic(), False
+    incumbent = Incumbent(Problems(space, origin), budget, to_beat_s)
+    queue = _Queue()
+    current: Open | None = None
+    reported, was_ended = time.monotonic(), False
     try:
-        while queue and queue[0][0] < incumbent.step_time_s * (1 - TOLERANCE):
-            if any_plan and incumbent.best is not None:
-                raise OutOfTimeError
-            bound, index, setting, branch = heapq.heappop(queue)
-            now = time.monotonic()
-            if now - last_report > 0.1:
-                last_report = now
-                progress(f"{setting.pp_degree} stages", len(settings) - len(queue), len(settings))
-            if branch is not None and branch.refined:
-                branch.search(incumbent.step_time_s, incumbent.offer, budget)
-            else:  # sharpen its bound, and let it wait for its turn again
-                budget.spend()
-                problem = problems.of(setting) if branch is None else branch.problem
-                if not problem.fits:
-                    branch = None
-                    continue
-                waiting_branch = branch or Branch(problem)
-                if branch is not None:
-                    branch.refine(incumbent.step_time_s, budget)
-                sharper = max(bound, waiting_branch.root_bound)
-                if sharper < incumbent.step_time_s * (1 - TOLERANCE):
-                    offer_first_plans(waiting_branch, incumbent)
-                    heapq.heappush(queue, (sharper, index, setting, waiting_branch))
-            branch = None
+        for part in open_degrees(space):
+            queue.push(part)
+        for tolerance in TOLERANCES:
+            while queue and queue.bound < incumbent.limit_s(tolerance):
+                if any_plan and incumbent.best is not None:
+                    raise OutOfTimeError
+                current = queue.pop()
+                now = time.monotonic()
+                if now - reported > 0.1:
+                    reported = now
+                    progress(current.label, queue.num_closed, queue.num_closed + len(queue))
+                parts = current.advance(incumbent, tolerance)
+                current = None
+                queue.replace(parts)
     except (OutOfTimeError, KeyboardInterrupt):
         was_ended = True
-        remaining = [bound if branch is None else max(bound, branch.bound), *(item[0] for item in queue)]
-        lower = min(left_out, incumbent.step_time_s, *remaining)
+        bounds = [queue.bound] if current is None else [queue.bound, current.bound]
+        lower = min(incumbent.left_out_s, incumbent.step_time_s, *bounds)
     else:
-        lower = min(left_out, incumbent.step_time_s)
-    waiting = sorted((item[0], item[2]) for item in queue)
-    progress("done", len(settings), len(settings))
-    return Outcome(incumbent, lower, len(settings), budget.num_nodes, was_ended, waiting)
+        lower = min(incumbent.left_out_s, incumbent.step_time_s)
+    progress("done", queue.num_closed + len(queue), queue.num_closed + len(queue))
+    waiting = sorted((part.bound, part.setting) for part in queue.parts() if isinstance(part, OpenSetting))
+    return Outcome(incumbent, lower, budget.num_nodes, was_ended, waiting)
 
 
-def offer_first_plans(branch: Branch, incumbent: Incumbent) -> None:
-    """Price an even plan and the one that attains the bound: where they tie, the even one stays."""
-    for spans in (branch.even_spans(), branch.relaxed_spans()):
-        choices = branch.choose(spans)
-        if choices is not None:
-            incumbent.offer(branch.problem, spans, choices)
+class _Queue:
+    """Open parts by bound; of equal ones that which came first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Open]] = []
+        self._count = 0
+        self.num_closed = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def bound(self) -> float:
+        """The least bound; inf where nothing is open."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def push(self, part: Open) -> None:
+        """Add a part."""
+        self._count += 1
+        heapq.heappush(self._heap, (part.bound, self._count, part))
+
+    def pop(self) -> Open:
+        """Take out the part of the least bound."""
+        return heapq.heappop(self._heap)[2]
+
+    def replace(self, parts: Sequence[Open]) -> None:
+        """Add what is left of the part taken out last."""
+        self.num_closed += not parts
+        for part in parts:
+            self.push(part)
+
+    def parts(self) -> list[Open]:
+        """Return everything open, in the order of bounds."""
+        return [part for _, _, part in sorted(self._heap, key=lambda item: item[:2])]

@@ -1,4 +1,4 @@
-"""The settings of the outer search with their first bounds, before any table exists.
+"""The settings of the outer search with their first bounds, before any table exists, listed only as far as needed.
 
 Every stage prepares, runs its microbatches and finishes, so
 
@@ -16,70 +16,131 @@ for every s, so for every mean of these: with the weights that make all sums ove
 the step takes K times the sum of all c_j, wherever the cuts are.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
+from planner.cluster import Cluster
 from planner.cost.communication import Route, collective_s
+from planner.cost.layers import REPLICATED
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
-from planner.model_profile import ModelProfile
+from planner.plan import Schedule
 from planner.schedule import num_in_flight
-from planner.solver.problem import Setting
+from planner.solver.chains import OpenAlike, OpenSetting
+from planner.solver.incumbent import Incumbent
+from planner.solver.problem import PLACEMENTS, Placement, Setting
 from planner.solver.space import Shardings, Space, least_route
 
 
-def settings_with_bounds(space: Space) -> tuple[list[tuple[float, Setting]], float]:
-    """Return every setting with bound (6), and the least bound of settings left out (inf: none).
+@dataclass(slots=True)
+class OpenDegrees:
+    """Tensor- and data-parallel degree and microbatches; and, in a second step, the number of stages (else 0)."""
 
-    Settings whose parameters, gradients and optimizer states fit in no stage's memory are not listed: no plan fits.
-    """
-    memory = space.pricer.cluster.gpu_at(0).memory  # one GPU type, see `solve`
-    found: list[tuple[float, Setting]] = []
-    left_out = float("inf")
-    pricer = space.pricer
-    counts: dict[str, int] = {}
-    for layer in pricer.profile.layers:
-        counts[layer.layer_class] = counts.get(layer.layer_class, 0) + 1
-    chained = _is_chained(pricer.profile)
-    combinations: dict[tuple[int, int, tuple[Route, ...]], tuple[list[Shardings], bool]] = {}
-    for setting in space.settings():
-        pp, tp, dp, rows = setting.pp_degree, setting.tp_degree, setting.dp_degree, setting.microbatch_size
-        over = space.stage_routes(pp, tp, dp)
-        routes = tuple(dict.fromkeys(over.tensor))
-        if (tp, rows, routes) not in combinations:
-            combinations[tp, rows, routes] = space.combinations(tp, rows, routes)
-        choices, complete = combinations[tp, rows, routes]
-        rules = StateRules(space.request.optimizer, space.request.precision, setting.data_parallel, dp)
-        tp_route = least_route(routes)
-        dp_route = least_route(over.data)
-        for shardings in choices:
-            totals = _totals(space, setting, shardings, counts, rules, tp_route, dp_route)
-            if totals.num_bytes / pp + pricer.cluster.memory_reserve <= memory:
-                bound = (totals.once_s + setting.num_microbatches * totals.microbatch_s) / pp
-                if chained:
-                    bound = max(bound, pipeline_factor(setting, totals.larger_share) * totals.microbatch_s)
-                found.append((bound, with_shardings(setting, shardings)))
-        if not complete:
-            left_out = min(left_out, _least_compute_s(space, setting, counts, tp_route) / pp)
-    found.sort()
-    return found, left_out
+    bound: float
+    microbatch_s: float
+    """least seconds of a microbatch in all layers"""
+    tp_degree: int
+    dp_degree: int
+    microbatch_size: int
+    num_microbatches: int
+    pp_degree: int = 0
+
+    @property
+    def label(self) -> str:
+        """What progress shows."""
+        return f"tp {self.tp_degree} x dp {self.dp_degree}"
+
+    def advance(self, incumbent: Incumbent, tolerance: float) -> "Sequence[OpenDegrees | OpenAlike | OpenSetting]":
+        """Return what there is of these degrees, each with its bound: by number of stages, or all settings of one."""
+        incumbent.budget.check()
+        space = incumbent.problems.space
+        if self.pp_degree:
+            settings = list(self._settings(space, incumbent))
+            if len(settings) < 2 or not incumbent.problems.chained:
+                return settings
+            groups: dict[tuple[Schedule, Placement], list[OpenSetting]] = {}
+            for part in settings:
+                groups.setdefault((part.setting.schedule, part.setting.placement), []).append(part)
+            return [OpenAlike(min(part.bound for part in parts), parts) for parts in groups.values()]
+        found = []
+        for pp in space.stage_counts(self.tp_degree, self.dp_degree):
+            schedules = space.schedules(pp, self.num_microbatches)
+            if schedules:
+                factor = min(least_factor(schedule, pp, self.num_microbatches) for schedule in schedules)
+                if not incumbent.problems.chained:
+                    factor = self.num_microbatches / pp
+                found.append(replace(self, bound=max(self.bound, factor * self.microbatch_s), pp_degree=pp))
+        return found
+
+    def _settings(self, space: Space, incumbent: Incumbent) -> "Iterator[OpenSetting]":
+        """Yield the settings with bounds (6) and (7); none whose states are more than all stages' memory."""
+        pricer = space.pricer
+        memory = pricer.cluster.gpu_at(0).memory  # one GPU type, see `solve`
+        pp, tp, dp, rows, m = (
+            self.pp_degree, self.tp_degree, self.dp_degree, self.microbatch_size, self.num_microbatches
+        )  # fmt: skip
+        combinations: dict[tuple[Route, ...], tuple[list[Shardings], bool]] = {}
+        for setting in space.settings_of(pp, tp, dp, rows, m):
+            over = space.stage_routes(*setting.degrees)
+            if setting.placement_rank and over == space.stage_routes(pp, tp, dp, PLACEMENTS[0]):
+                continue  # the same links: the same plans
+            routes = tuple(dict.fromkeys(over.tensor))
+            if routes not in combinations:
+                combinations[routes] = space.combinations(tp, rows, routes)
+            choices, complete = combinations[routes]
+            if not complete:
+                incumbent.left_out_s = min(incumbent.left_out_s, self.bound)
+            rules = StateRules(space.request.optimizer, space.request.precision, setting.data_parallel, dp)
+            tp_route, dp_route = least_route(routes), least_route(over.data)
+            for shardings in choices:
+                totals = _totals(space, setting, shardings, rules, tp_route, dp_route)
+                if totals.num_bytes / pp + pricer.cluster.memory_reserve <= memory:
+                    bound = max(self.bound, (totals.once_s + m * totals.microbatch_s) / pp)
+                    if incumbent.problems.chained:
+                        bound = max(
+                            bound, pipeline_factor(setting.schedule, pp, m, totals.larger_share) * totals.microbatch_s
+                        )
+                    yield OpenSetting(bound, replace(setting, shardings=shardings))
 
 
-def _is_chained(profile: ModelProfile) -> bool:
-    """Return whether each layer reads what the one before it makes, and sends a gradient back."""
-    links = {(edge.producer, consumer) for edge in profile.edges if edge.needs_grad for consumer in edge.consumers}
-    return all((layer, layer + 1) in links for layer in range(len(profile.layers) - 1))
+def open_degrees(space: Space) -> list[OpenDegrees]:
+    """Return all degrees and microbatches with a first bound: the least work there is, over as many GPUs as can be."""
+    found = []
+    for tp, dp in space.tensor_data_degrees():
+        most = max(space.stage_counts(tp, dp), default=0)
+        if not most:
+            continue
+        route = _fastest_route(space.pricer.cluster, tp)
+        for rows, m in space.microbatches(dp):
+            least_s = _least_microbatch_s(space, tp, rows, route)
+            found.append(OpenDegrees(m * least_s / most, least_s, tp, dp, rows, m))
+    return found
 
 
-def pipeline_factor(setting: Setting, larger_share: float) -> float:
+def _fastest_route(cluster: Cluster, num_ranks: int) -> Route:
+    """Return a route at least as fast as that of any group of so many GPUs."""
+    inside = num_ranks <= max(group.gpus_per_node for group in cluster.node_groups)
+    links = [cluster.intra_node, cluster.inter_node] if inside else [cluster.inter_node]
+    widest = max(link.bandwidth for link in (cluster.intra_node, cluster.inter_node))  # several rings share a network
+    return Route(widest, min(link.latency for link in links))
+
+
+@cache
+def least_factor(schedule: Schedule, pp_degree: int, num_microbatches: int) -> float:
+    """Return K of (7) whatever the layers' shares of forward and backward."""
+    return pipeline_factor(schedule, pp_degree, num_microbatches, 0.5)
+
+
+def pipeline_factor(schedule: Schedule, stages: int, count: int, larger_share: float) -> float:
     """Return K of (7): the step takes at least K times what one microbatch takes in all stages together.
 
     `larger_share` is what the larger of forward and backward is of both at least. Equal sums over s for j and j + 1
     need w[j] * (A[j, j] - A[j, j + 1]) = w[j + 1] * (A[j + 1, j + 1] - A[j + 1, j]).
     """
-    stages, count = setting.pp_degree, setting.num_microbatches
     own, behind = [], []  # A[s, s] and A[s, j] for j > s; A[s, j] is 1 for j < s
     for s in range(stages):
-        in_flight = num_in_flight(setting.schedule, stages, count, s)
-        if setting.schedule == "gpipe":
+        in_flight = num_in_flight(schedule, stages, count, s)
+        if schedule == "gpipe":
             own.append(float(count))
         else:
             own.append(1 + larger_share * (count - 1) if in_flight == count else 1.0 + count - in_flight)
@@ -105,17 +166,10 @@ class _Totals:
     larger_share: float
 
 
-def with_shardings(setting: Setting, shardings: Shardings) -> Setting:
-    """Return the setting with its choice of sharding filled in."""
-    fields = {name: getattr(setting, name) for name in Setting.__slots__}
-    return Setting(**fields | {"shardings": shardings})
-
-
 def _totals(
     space: Space,
     setting: Setting,
     shardings: Shardings,
-    counts: dict[str, int],
     rules: StateRules,
     tp_route: Route,
     dp_route: Route,
@@ -125,7 +179,7 @@ def _totals(
     gpu = pricer.cluster.gpu_at(0)
     seconds, trainable, frozen, partial = 0.0, 0, 0, 0
     shares = [1.0, 1.0]
-    for name, count in counts.items():
+    for name, count in space.class_counts.items():
         numbers = pricer.numbers(
             name, setting.microbatch_size, setting.tp_degree, chosen.get(name, "replicated"), tp_route
         )
@@ -156,18 +210,17 @@ def _totals(
     return _Totals(prepare + finish, seconds, states, max(0.5, *shares))
 
 
-def _least_compute_s(space: Space, setting: Setting, counts: dict[str, int], route: Route) -> float:
-    """Return m times the least seconds of every layer over all its shardings."""
+def _least_microbatch_s(space: Space, tp: int, rows: int, route: Route) -> float:
+    """Return the least seconds of a microbatch in all layers, over all ways to divide each."""
     total = 0.0
     for layer_class in space.pricer.profile.layer_classes:
-        tp, rows = setting.tp_degree, setting.microbatch_size
-        names = ["replicated", *(s.name for s in layer_class.shardings if s.tp_degree == tp)]
+        names = [REPLICATED, *(s.name for s in layer_class.shardings if s.tp_degree == tp)]
         priced = [
             space.pricer.numbers(layer_class.name, rows, tp, name, route)
             for name in names
-            if name == "replicated" or space.has_cost(layer_class.name, name, tp)
+            if name == REPLICATED or space.has_cost(layer_class.name, name, tp)
         ]
-        total += counts.get(layer_class.name, 0) * min(
+        total += space.class_counts.get(layer_class.name, 0) * min(
             n.forward_s + n.forward_comm_s + n.backward_s + n.backward_comm_s for n in priced
         )
-    return setting.num_microbatches * total
+    return total

@@ -2,7 +2,7 @@
 
 Constraints have names, which an infeasible problem quotes:
 
-    gpus          pp_degree * tp_degree * dp_degree = num_gpus, or a number of them that people left free
+    gpus          pp_degree * tp_degree * dp_degree <= num_gpus: a plan may leave GPUs idle where that is faster
     batch         microbatch_size * num_microbatches * dp_degree = global_batch_size
     layers        pp_degree <= number of layers
     sharding      tp_degree > 1 needs a layer with costs at that degree; a block that can be divided is (whole on every
@@ -18,6 +18,7 @@ Constraints have names, which an infeasible problem quotes:
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,9 +28,9 @@ from planner.cluster import Cluster
 from planner.cost.communication import Route
 from planner.cost.evaluate import Pricer
 from planner.cost.layers import REPLICATED, LayerNumbers, parameter_sharding, tie_conflict
-from planner.plan import DATA_PARALLEL_MODES, EMITTED_SCHEDULES
+from planner.plan import DATA_PARALLEL_MODES, EMITTED_SCHEDULES, Schedule
 from planner.solver.limits import Limits
-from planner.solver.problem import Setting
+from planner.solver.problem import PLACEMENTS, Placement, Setting
 from planner.solver.request import Pins, SolveRequest
 
 MAX_COMBINATIONS = 256
@@ -64,7 +65,7 @@ class Space:
     limits: Limits = field(default_factory=Limits)
     passed_over: frozenset[tuple[int, int, int]] = frozenset()
     """degrees (pp, tp, dp) that are left out: those of better plans, where the next best is asked for"""
-    _routes: dict[tuple[int, int, int], "StageRoutes"] = field(
+    _routes: dict[tuple[int, int, int, Placement], "StageRoutes"] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
@@ -77,11 +78,13 @@ class Space:
 
     @property
     def gpu_counts(self) -> list[int]:
-        """Numbers of GPUs that a plan may use: all, unless a constraint on num_gpus leaves others; most first."""
-        given = (self.pins.values, self.exclusions.values, self.limits.counts)
-        if not any("num_gpus" in values for values in given):
-            return [self.request.num_gpus]
-        return [n for n in range(self.request.num_gpus, 0, -1) if self.admits("num_gpus", n)]
+        """Numbers of GPUs that a plan may use, most first."""
+        return [count for count in range(self.request.num_gpus, 0, -1) if self.admits("num_gpus", count)]
+
+    @property
+    def class_counts(self) -> Counter[str]:
+        """How many layers each class has."""
+        return Counter(layer.layer_class for layer in self.pricer.profile.layers)
 
     @property
     def tp_degrees(self) -> list[int]:
@@ -111,60 +114,85 @@ class Space:
         layer_class = next(c for c in self.pricer.profile.layer_classes if c.name == class_name)
         return any(cost.sharding == sharding and cost.tp_degree == tp_degree for cost in layer_class.costs)
 
+    def tensor_data_degrees(self) -> Iterator[tuple[int, int]]:
+        """Yield (tp_degree, dp_degree) that leave a GPU for every rank of at least one stage."""
+        num_gpus, batch = self.request.num_gpus, self.request.global_batch_size
+        largest = num_gpus if self.request.theoretical else self.pricer.cluster.gpus_per_node
+        for tp in self.tp_degrees:
+            if tp > min(largest, num_gpus) or not self.admits("tp_degree", tp) or self.forbidden(tp):
+                continue
+            for dp in divisors(batch):
+                if tp * dp <= num_gpus and self.admits("dp_degree", dp) and (dp == 1 or self.carried is None):
+                    yield tp, dp
+
+    def stage_counts(self, tp: int, dp: int) -> list[int]:
+        """Return the pp_degrees that go with these degrees, the one that uses most GPUs first."""
+        most = min(self.request.num_gpus // (tp * dp), len(self.pricer.profile.layers))
+        cuts, stages = self.pins.cuts, self.pins.stages
+        return [
+            pp
+            for pp in range(most, 0, -1)
+            if self.admits("pp_degree", pp)
+            and self.admits("num_gpus", pp * tp * dp)
+            and (pp, tp, dp) not in self.passed_over
+            and (cuts is None or len(cuts) + 1 == pp)
+            and all(stage < pp for _, stage in stages)
+        ]
+
+    def microbatches(self, dp: int) -> Iterator[tuple[int, int]]:
+        """Yield (microbatch_size, num_microbatches) of a replica's part of the batch."""
+        per_replica, least = self.request.global_batch_size // dp, self.pricer.profile.least_rows
+        for rows in divisors(per_replica):
+            m = per_replica // rows
+            if rows >= least and self.admits("microbatch_size", rows) and self.admits("num_microbatches", m):
+                yield rows, m
+
     def degrees(self) -> Iterator[tuple[int, int, int]]:
         """Yield (pp_degree, tp_degree, dp_degree) that every constraint on degrees leaves."""
-        num_layers = len(self.pricer.profile.layers)
-        largest = self.request.num_gpus if self.request.theoretical else self.pricer.cluster.gpus_per_node
-        for num_gpus, tp in product(self.gpu_counts, self.tp_degrees):
-            if num_gpus % tp or tp > largest or not self.admits("tp_degree", tp) or self.forbidden(tp):
-                continue
-            for pp in divisors(num_gpus // tp):
-                dp = num_gpus // tp // pp
-                if (pp, tp, dp) in self.passed_over:
-                    continue
-                if pp > num_layers or not (self.admits("pp_degree", pp) and self.admits("dp_degree", dp)):
-                    continue
-                if dp > 1 and self.carried is not None:
-                    continue
-                if self.pins.cuts is not None and len(self.pins.cuts) + 1 != pp:
-                    continue
-                if any(stage >= pp for _, stage in self.pins.stages):
-                    continue
+        for tp, dp in self.tensor_data_degrees():
+            for pp in self.stage_counts(tp, dp):
                 yield pp, tp, dp
 
     def settings(self) -> Iterator[Setting]:
         """Yield every setting but for the choice of sharding, which is left empty."""
         for pp, tp, dp in self.degrees():
-            if self.request.global_batch_size % dp:
-                continue
-            schedules = [s for s in EMITTED_SCHEDULES if self.admits("schedule", s)]
-            modes = [d for d in DATA_PARALLEL_MODES if self.admits("data_parallel", d)]
-            # One stage runs the same whatever the schedule, and holds less under 1f1b; one replica shards nothing.
-            schedules = schedules[:1] if pp == 1 else schedules
-            modes = modes[:1] if dp == 1 else modes
-            per_replica = self.request.global_batch_size // dp
-            for rows in divisors(per_replica):
-                m = per_replica // rows
-                if not (self.admits("microbatch_size", rows) and self.admits("num_microbatches", m)):
-                    continue
-                if rows < self.pricer.profile.least_rows:
-                    continue
-                for schedule in schedules:
-                    if schedule == "1f1b" and m < pp and "num_microbatches" not in self.pins.values:
-                        continue
-                    for mode in modes:
-                        yield Setting(
-                            pp_degree=pp,
-                            tp_degree=tp,
-                            num_microbatches=m,
-                            schedule_rank=EMITTED_SCHEDULES.index(schedule),
-                            data_parallel_rank=DATA_PARALLEL_MODES.index(mode),
-                            shardings=(),
-                            dp_degree=dp,
-                            microbatch_size=rows,
-                            schedule=schedule,
-                            data_parallel=mode,
-                        )
+            for rows, m in self.microbatches(dp):
+                yield from self.settings_of(pp, tp, dp, rows, m)
+
+    def schedules(self, pp: int, m: int) -> list[Schedule]:
+        """Return the schedules that run `m` microbatches on that many stages."""
+        found = [schedule for schedule in EMITTED_SCHEDULES if self.admits("schedule", schedule)]
+        if pp == 1:  # one stage runs the same whatever the schedule, and holds less under 1f1b
+            return found[:1]
+        filled = m >= pp or "num_microbatches" in self.pins.values
+        return [schedule for schedule in found if filled or schedule != "1f1b"]
+
+    def settings_of(self, pp: int, tp: int, dp: int, rows: int, m: int) -> Iterator[Setting]:
+        """Yield the settings of given degrees and microbatches, without a choice of sharding."""
+        modes = [d for d in DATA_PARALLEL_MODES if self.admits("data_parallel", d)]
+        placements = PLACEMENTS if pp > 1 and dp > 1 and self.spans_nodes(pp * tp * dp) else PLACEMENTS[:1]
+        for schedule in self.schedules(pp, m):
+            for mode in modes[:1] if dp == 1 else modes:  # one replica shards nothing
+                for placement in placements:
+                    yield Setting(
+                        num_idle=self.request.num_gpus - pp * tp * dp,
+                        pp_degree=pp,
+                        tp_degree=tp,
+                        num_microbatches=m,
+                        schedule_rank=EMITTED_SCHEDULES.index(schedule),
+                        data_parallel_rank=DATA_PARALLEL_MODES.index(mode),
+                        placement_rank=PLACEMENTS.index(placement),
+                        shardings=(),
+                        dp_degree=dp,
+                        microbatch_size=rows,
+                        schedule=schedule,
+                        data_parallel=mode,
+                        placement=placement,
+                    )
+
+    def spans_nodes(self, num_gpus: int) -> bool:
+        """Return whether the first `num_gpus` GPUs are on several nodes."""
+        return self.pricer.cluster.node_at(num_gpus - 1) > 0
 
     @property
     def recompute_choices(self) -> list[tuple[bool, ...]]:
@@ -185,17 +213,22 @@ class Space:
             choices.append(tuple(sorted(allowed)))
         return choices
 
-    def stage_gpus(self, pp: int, tp: int, dp: int) -> list[tuple[int, ...]]:
-        """Return the GPUs of every stage: blocks of consecutive ranks, tensor-parallel index fastest."""
-        size = tp * dp
-        return [tuple(range(stage * size, (stage + 1) * size)) for stage in range(pp)]
+    def stage_gpus(self, pp: int, tp: int, dp: int, placement: Placement) -> list[tuple[int, ...]]:
+        """Return the GPUs of every stage, in the order of replicas and tensor-parallel ranks."""
+        if placement == "stages":
+            size = tp * dp
+            return [tuple(range(stage * size, (stage + 1) * size)) for stage in range(pp)]
+        starts = [range(stage * tp, pp * tp * dp, pp * tp) for stage in range(pp)]
+        return [tuple(start + rank for start in of for rank in range(tp)) for of in starts]
 
-    def stage_routes(self, pp: int, tp: int, dp: int) -> StageRoutes:
+    def stage_routes(self, pp: int, tp: int, dp: int, placement: Placement) -> StageRoutes:
         """Return the routes of every stage; kept, since looking at every GPU takes long for many."""
-        key = (pp, tp, dp)
+        key = (pp, tp, dp, placement)
         if key not in self._routes:
-            pricer, gpus = self.pricer, self.stage_gpus(pp, tp, dp)
-            alike = [representatives(self.pricer.cluster, stage, tp) for stage in gpus]
+            pricer, gpus = self.pricer, self.stage_gpus(pp, tp, dp, placement)
+            alike = gpus
+            if placement == "stages":
+                alike = [representatives(pricer.cluster, stage, tp) for stage in gpus]
             self._routes[key] = StageRoutes(
                 tensor=tuple(pricer.tensor_route(stage, tp) for stage in alike),
                 data=tuple(pricer.data_route(stage, tp) for stage in alike),
@@ -205,7 +238,7 @@ class Space:
 
     def _message_route(self, source: tuple[int, ...], target: tuple[int, ...]) -> Route:
         size = regular_node_size(self.pricer.cluster)
-        if size is not None and len(source) >= size:  # as far apart as a node is large: no pair is inside one
+        if size is not None and target[0] - source[0] >= size:  # no pair is inside one node
             source, target = source[:1], target[:1]
         return self.pricer.message_route(source, target)
 

@@ -7,6 +7,7 @@ sums. What a candidate plan costs is still said by `cost.evaluate`: the solver r
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,10 @@ class Crossing:
     inputs: tuple[int, ...]
     edges: tuple[tuple[int, tuple[int, ...], int, bool], ...]
     """(producer, consumers, bytes, needs_grad)"""
+    crossing_bytes: Floats
+    """bytes that cross the cut before each layer: forward, and back where gradients flow (2 x layers + 1)"""
+    next_bytes: Floats
+    """the same of what one layer hands to the next"""
 
     @classmethod
     def of(cls, pricer: Pricer, rows: int) -> "Crossing":
@@ -66,8 +71,13 @@ class Crossing:
         received = np.zeros((count + 1, count + 1), dtype=np.int64)
         received_grad, sent, sent_grad = received.copy(), received.copy(), received.copy()
         edges = []
+        across, following = np.zeros((2, count + 1)), np.zeros((2, count + 1))
         for edge in pricer.profile.edges:
             num_bytes = edge.num_bytes(rows)
+            ways = np.array([num_bytes, num_bytes if edge.needs_grad else 0])
+            across[:, edge.producer + 1 : edge.consumers[-1] + 1] += ways[:, None]
+            if edge.producer + 1 in edge.consumers:
+                following[:, edge.producer + 1] += ways
             edges.append((edge.producer, edge.consumers, num_bytes, edge.needs_grad))
             for first in range(edge.producer + 1, edge.consumers[-1] + 1):
                 consumer = next(c for c in edge.consumers if c >= first)
@@ -77,17 +87,41 @@ class Crossing:
             if edge.needs_grad:
                 sent_grad[: edge.producer + 1, edge.producer + 1 : edge.consumers[-1] + 1] += num_bytes
         buffers = received + sent + 2 * sent_grad + received_grad
-        return cls(received, buffers, pricer.inputs(rows), tuple(edges))
+        return cls(received, buffers, pricer.inputs(rows), tuple(edges), across, following)
 
 
+_LEAST = ("trainable", "frozen", "largest", "transient", "kept_all", "kept_least")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable:
     """Layer numbers at one microbatch size, tensor-parallel degree, sharding, route and GPU types, summed over stages.
 
-    `gpus` names the types of a stage's GPUs, by default the cluster's first.
+    `kept_all` are activation bytes with nothing recomputed, `kept_least` a lower bound of any choice, and `best_ratio`
+    the most bytes that a second of recomputation can save.
     """
 
-    def __init__(
-        self,
+    route: Route
+    crossing: Crossing
+    forward: Floats
+    backward: Floats
+    forward_sum: Floats
+    backward_sum: Floats
+    partial_sum: Ints
+    trainable: Ints
+    frozen: Ints
+    largest: Ints
+    transient: Ints
+    kept_all: Ints
+    kept_least: Ints
+    best_ratio: Floats
+    forced_sum: Floats
+    any_forced: bool
+    choices: RecomputeChoices | None
+
+    @classmethod
+    def of(
+        cls,
         pricer: Pricer,
         crossing: Crossing,
         rows: int,
@@ -96,35 +130,24 @@ class LayerTable:
         route: Route,
         allowed: Sequence[tuple[bool, ...]],
         gpus: Sequence[str] = (),
-    ) -> None:
-        self.layers: tuple[LayerNumbers, ...] = pricer.layer_table(rows, tp_degree, shardings, route, gpus)
-        layers, count = self.layers, len(self.layers)
-        self.route = route
-        self.crossing = crossing
-        self.forward = np.array([layer.forward_s + layer.forward_comm_s for layer in layers])
-        self.backward = np.array([layer.backward_s + layer.backward_comm_s for layer in layers])
-        self.remake = np.array([layer.recompute_s for layer in layers])
-        self.forward_sum = prefix_sums(self.forward.tolist())
-        self.backward_sum = prefix_sums(self.backward.tolist())
-        self.partial_sum = _prefix_ints([layer.partial for layer in layers])
-        self.trainable = np.asarray(differences(_prefix_ints([layer.trainable for layer in layers])), dtype=np.int64)
-        self.frozen = np.asarray(differences(_prefix_ints([layer.frozen for layer in layers])), dtype=np.int64)
+    ) -> "LayerTable":
+        """Return the table of one choice of sharding; `allowed` says which layers may be kept and recomputed.
+
+        `gpus` names the types of a stage's GPUs, by default the cluster's first.
+        """
+        layers = pricer.layer_table(rows, tp_degree, shardings, route, gpus)
+        count, inputs = len(layers), crossing.inputs
+        forward = np.array([layer.forward_s + layer.forward_comm_s for layer in layers])
+        backward = np.array([layer.backward_s + layer.backward_comm_s for layer in layers])
+        remake = np.array([layer.recompute_s for layer in layers])
+        trainable = np.asarray(differences(_prefix_ints([layer.trainable for layer in layers])), dtype=np.int64)
+        frozen = np.asarray(differences(_prefix_ints([layer.frozen for layer in layers])), dtype=np.int64)
         for readers, is_trainable, elements in pricer.repeats(tp_degree, shardings):
             inside = np.asarray(
                 differences(_prefix_ints([1 if index in readers else 0 for index in range(count)])), dtype=np.int64
             )
-            held = self.trainable if is_trainable else self.frozen
+            held = trainable if is_trainable else frozen
             held -= np.maximum(inside - 1, 0) * elements
-        np.maximum(self.trainable, 0, out=self.trainable)
-        np.maximum(self.frozen, 0, out=self.frozen)
-        self.largest = running_max(np.array([layer.trainable for layer in layers], dtype=np.int64))
-        self.transient = running_max(np.array([layer.transient_bytes for layer in layers], dtype=np.int64))
-        self.allowed = allowed
-        inputs = crossing.inputs
-        self.kept_all = self._kept(0, [layer.activation_bytes for layer in layers], remade=False)
-        self.kept_least = self._kept(
-            0, [0 if True in allowed[i] else layers[i].activation_bytes for i in range(count)], remade=True
-        )
         # What recomputing layer l can save at most, per second: act_l, its saved output, its saved inputs.
         saved = np.array(
             [
@@ -138,32 +161,76 @@ class LayerTable:
             dtype=np.float64,
         )
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(saved > 0, saved / self.remake, 0.0)
-        self.best_ratio = np.zeros((count + 1, count + 1))
+            ratio = np.where(saved > 0, saved / remake, 0.0)
+        best_ratio = np.zeros((count + 1, count + 1))
         for first in range(count):
-            self.best_ratio[first, first + 1 :] = np.maximum.accumulate(ratio[first:])
-        self.choices = RecomputeChoices(layers, inputs, allowed, [layer.layer_class for layer in pricer.profile.layers])
-        forced = [self.remake[i] if allowed[i] == (True,) else 0.0 for i in range(count)]
-        self.forced_sum = prefix_sums(forced)
-        self.any_forced = any(allowed[i] == (True,) for i in range(count))
+            best_ratio[first, first + 1 :] = np.maximum.accumulate(ratio[first:])
+        least = [0 if True in allowed[i] else layers[i].activation_bytes for i in range(count)]
+        return cls(
+            route=route,
+            crossing=crossing,
+            forward=forward,
+            backward=backward,
+            forward_sum=prefix_sums(forward.tolist()),
+            backward_sum=prefix_sums(backward.tolist()),
+            partial_sum=_prefix_ints([layer.partial for layer in layers]),
+            trainable=np.maximum(trainable, 0),
+            frozen=np.maximum(frozen, 0),
+            largest=running_max(np.array([layer.trainable for layer in layers], dtype=np.int64)),
+            transient=running_max(np.array([layer.transient_bytes for layer in layers], dtype=np.int64)),
+            kept_all=_kept(layers, crossing, [layer.activation_bytes for layer in layers], remade=False),
+            kept_least=_kept(layers, crossing, least, remade=True),
+            best_ratio=best_ratio,
+            forced_sum=prefix_sums([remake[i] if allowed[i] == (True,) else 0.0 for i in range(count)]),
+            any_forced=any(allowed[i] == (True,) for i in range(count)),
+            choices=RecomputeChoices(layers, inputs, allowed, [layer.layer_class for layer in pricer.profile.layers]),
+        )
 
-    def _kept(self, received: int, own: Sequence[int], *, remade: bool) -> Ints:
-        """Return the activation bytes with nothing recomputed, or a lower bound of any choice (`remade`)."""
-        layers, count, inputs = self.layers, len(self.layers), self.crossing.inputs
-        between = [0] * count
-        for index in range(1, count):
-            saved = layers[index].saved_input_bytes
-            if remade:
-                between[index] = min(saved, inputs[index])
-            else:
-                between[index] = between_bytes(layers[index - 1].saved_output_bytes, saved, layers[index])
-        sums = _prefix_ints([a + b for a, b in zip(own, between, strict=True)])
-        kept = np.asarray(differences(sums), dtype=np.int64) - np.array([*between, 0], dtype=np.int64)[:, None]
-        first = np.array([*(0 if remade else layer.saved_input_bytes for layer in layers), 0], dtype=np.int64)
-        kept += np.maximum(self.crossing.received, first[:, None])
-        if not remade:
-            kept += np.array([0, *(layer.saved_output_bytes for layer in layers)], dtype=np.int64)[None, :]
-        return kept
+    @classmethod
+    def least(cls, tables: Sequence["LayerTable"]) -> "LayerTable":
+        """Return a table no number of which is above that of any of `tables`, which differ in sharding alone."""
+
+        def lowest(name: str) -> NDArray[Any]:
+            found: NDArray[Any] = np.min([getattr(table, name) for table in tables], axis=0)
+            return found
+
+        forward, backward = lowest("forward"), lowest("backward")
+        partial = np.min([np.diff(table.partial_sum) for table in tables], axis=0)
+        return cls(
+            route=tables[0].route,
+            crossing=tables[0].crossing,
+            forward=forward,
+            backward=backward,
+            forward_sum=prefix_sums(forward.tolist()),
+            backward_sum=prefix_sums(backward.tolist()),
+            partial_sum=_prefix_ints(partial.tolist()),
+            best_ratio=np.max([table.best_ratio for table in tables], axis=0),
+            forced_sum=prefix_sums(np.min([np.diff(table.forced_sum) for table in tables], axis=0).tolist()),
+            any_forced=tables[0].any_forced,
+            choices=None,
+            **{
+                name: lowest(name) for name in ("trainable", "frozen", "largest", "transient", "kept_all", "kept_least")
+            },
+        )
+
+
+def _kept(layers: Sequence[LayerNumbers], crossing: Crossing, own: Sequence[int], *, remade: bool) -> Ints:
+    """Return the activation bytes with nothing recomputed, or a lower bound of any choice (`remade`)."""
+    count, inputs = len(layers), crossing.inputs
+    between = [0] * count
+    for index in range(1, count):
+        saved = layers[index].saved_input_bytes
+        if remade:
+            between[index] = min(saved, inputs[index])
+        else:
+            between[index] = between_bytes(layers[index - 1].saved_output_bytes, saved, layers[index])
+    sums = _prefix_ints([a + b for a, b in zip(own, between, strict=True)])
+    kept = np.asarray(differences(sums), dtype=np.int64) - np.array([*between, 0], dtype=np.int64)[:, None]
+    first = np.array([*(0 if remade else layer.saved_input_bytes for layer in layers), 0], dtype=np.int64)
+    kept += np.maximum(crossing.received, first[:, None])
+    if not remade:
+        kept += np.array([0, *(layer.saved_output_bytes for layer in layers)], dtype=np.int64)[None, :]
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,3 +279,12 @@ class StateTable:
             "all_gather", total.astype(np.float64) * WORKING_BYTES[rules.precision], shards, over.within
         )
         return cls(np.asarray(fixed, dtype=np.int64), ready, tail)
+
+    @classmethod
+    def least(cls, tables: Sequence["StateTable"]) -> "StateTable":
+        """Return a table no number of which is above that of any of `tables`."""
+        return cls(
+            np.min([table.fixed_bytes for table in tables], axis=0),
+            np.min([table.ready_s for table in tables], axis=0),
+            np.min([table.tail_s for table in tables], axis=0),
+        )
