@@ -15,11 +15,11 @@ import time
 from itertools import pairwise
 
 from planner.plan import Origin
-from planner.solver.branch import TOLERANCE
 from planner.solver.core.lattice import TooManyStatesError
 from planner.solver.differences import step_time_s
 from planner.solver.find import Found, find, silent
 from planner.solver.graph_bound import GraphBound
+from planner.solver.incumbent import TOLERANCE
 from planner.solver.orders import Order, orders_of, space_in_order
 from planner.solver.search import Progress
 from planner.solver.settings import settings_with_bounds
@@ -92,7 +92,7 @@ class _Search:
 
     def prove(self, *, goes_on: bool) -> float:
         """Return a lower bound of every plan; search the orders of chains that it leaves, if the search `goes_on`."""
-        settings, self._left_s = settings_with_bounds(self._space)
+        settings, self._left_s = settings_with_bounds(self._space, self._origin)
         try:
             graph = GraphBound(self._space, self._origin)
         except TooManyStatesError:

@@ -1,6 +1,7 @@
 """Why there is no plan: the constraint in conflict by name, with its numbers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import numpy as np

@@ -24,11 +24,12 @@ from planner.cluster import Cluster
 from planner.cost.communication import Route, collective_s
 from planner.cost.layers import REPLICATED
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
-from planner.plan import Schedule
+from planner.plan import Origin, Schedule
 from planner.schedule import num_in_flight
 from planner.solver.chains import OpenAlike, OpenSetting
-from planner.solver.incumbent import Incumbent
+from planner.solver.incumbent import Budget, Incumbent
 from planner.solver.problem import PLACEMENTS, Placement, Setting
+from planner.solver.problems import Problems
 from planner.solver.space import Shardings, Space, least_route
 
 
@@ -53,16 +54,20 @@ class OpenDegrees:
     def advance(self, incumbent: Incumbent, tolerance: float) -> "Sequence[OpenDegrees | OpenAlike | OpenSetting]":
         """Return what there is of these degrees, each with its bound: by number of stages, or all settings of one."""
         incumbent.budget.check()
-        space = incumbent.problems.space
-        if self.pp_degree:
-            settings = list(self._settings(space, incumbent))
-            if len(settings) < 2 or not incumbent.problems.chained:
-                return settings
-            groups: dict[tuple[Schedule, Placement], list[OpenSetting]] = {}
-            for part in settings:
-                groups.setdefault((part.setting.schedule, part.setting.placement), []).append(part)
-            return [OpenAlike(min(part.bound for part in parts), parts) for parts in groups.values()]
+        if not self.pp_degree:
+            return self.by_stages(incumbent)
+        settings = list(self.settings(incumbent))
+        if len(settings) < 2 or not incumbent.problems.chained:
+            return settings
+        groups: dict[tuple[Schedule, Placement], list[OpenSetting]] = {}
+        for part in settings:
+            groups.setdefault((part.setting.schedule, part.setting.placement), []).append(part)
+        return [OpenAlike(min(part.bound for part in parts), parts) for parts in groups.values()]
+
+    def by_stages(self, incumbent: Incumbent) -> "list[OpenDegrees]":
+        """Return these degrees with each number of stages."""
         found = []
+        space = incumbent.problems.space
         for pp in space.stage_counts(self.tp_degree, self.dp_degree):
             schedules = space.schedules(pp, self.num_microbatches)
             if schedules:
@@ -72,8 +77,9 @@ class OpenDegrees:
                 found.append(replace(self, bound=max(self.bound, factor * self.microbatch_s), pp_degree=pp))
         return found
 
-    def _settings(self, space: Space, incumbent: Incumbent) -> "Iterator[OpenSetting]":
+    def settings(self, incumbent: Incumbent) -> "Iterator[OpenSetting]":
         """Yield the settings with bounds (6) and (7); none whose states are more than all stages' memory."""
+        space = incumbent.problems.space
         pricer = space.pricer
         memory = pricer.cluster.gpu_at(0).memory  # one GPU type, see `solve`
         pp, tp, dp, rows, m = (
@@ -115,6 +121,18 @@ def open_degrees(space: Space) -> list[OpenDegrees]:
             least_s = _least_microbatch_s(space, tp, rows, route)
             found.append(OpenDegrees(m * least_s / most, least_s, tp, dp, rows, m))
     return found
+
+
+def settings_with_bounds(space: Space, origin: Origin) -> tuple[list[tuple[float, Setting]], float]:
+    """Return every setting with its bound, in the order of bounds, and a bound of what is not listed (inf: nothing)."""
+    incumbent = Incumbent(Problems(space, origin), Budget())
+    found = [
+        (part.bound, part.setting)
+        for of_degrees in open_degrees(space)
+        for of_stages in of_degrees.by_stages(incumbent)
+        for part in of_stages.settings(incumbent)
+    ]
+    return sorted(found), incumbent.left_out_s
 
 
 def _fastest_route(cluster: Cluster, num_ranks: int) -> Route:
