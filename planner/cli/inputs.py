@@ -94,16 +94,20 @@ def choose_cluster(name: str | None, num_gpus: int, profile: ModelProfile) -> Cl
                 hint=f"raise `count` in {name}, or give --gpus {cluster.num_gpus}",
             )
         return cluster
-    origin = profile.provenance
-    if name is None and origin.device_type == "cpu" and origin.gpu is None:
+    if local_processes(name, profile):
         return local_cluster(num_gpus)
     gpu = name or profiled_gpu(profile)
     if gpu is None or gpu.endswith(".toml"):
         raise UsageError(
-            f"the profile is for {gpu or origin.device}, and no shipped cluster has such GPUs",
+            f"the profile is for {gpu or profile.provenance.device}, and no shipped cluster has such GPUs",
             hint="give --cluster FILE.toml: GPUs, links and memory reserve",
         )
     return default_cluster(num_gpus, gpu)
+
+
+def local_processes(name: str | None, profile: ModelProfile) -> bool:
+    """Return whether a plan is for processes of this machine: no cluster is named, and the profile is of its CPU."""
+    return name is None and profile.provenance.device_type == "cpu" and profile.provenance.gpu is None
 
 
 def cluster_path(name: str | None) -> str:

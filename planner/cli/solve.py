@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from planner.cli.inputs import (
     describe_profile,
     device_mismatch,
     load_profile,
+    local_processes,
     plan_origin,
 )
 from planner.cli.options import parse_duration, parse_pairs
@@ -124,15 +126,18 @@ def solve(
         theoretical=theoretical,
     )
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
+    larger = None if cluster_path(cluster) else lambda count: choose_cluster(cluster, count, file.profile)
+    origin = plan_origin(file, chosen, cluster)
     with progress_bar("solve") as progress:
-        solution = search(
-            file.profile,
-            chosen,
-            request,
-            origin=plan_origin(file, chosen, cluster),
-            progress=progress,
-            enlarge=None if cluster_path(cluster) else lambda count: choose_cluster(cluster, count, file.profile),
-        )
+
+        def find(asked: SolveRequest) -> "Solution":
+            return search(file.profile, chosen, asked, origin=origin, progress=progress, enlarge=larger)
+
+        # Processes of this machine stand in for GPUs: people start as many as they ask for to see a plan work.
+        stand_in = local_processes(cluster, file.profile) and not any(key == "num_gpus" for key, _ in (*pins, *limits))
+        solution = find(replace(request, pins=(*pins, ("num_gpus", str(gpus))))) if stand_in else find(request)
+        if stand_in and solution.plan is None:
+            solution = find(request)
     from planner.report import pareto_json, pareto_table, plan_table, solution_json
 
     if solution.plan is None:

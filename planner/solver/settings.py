@@ -137,9 +137,12 @@ def settings_with_bounds(space: Space, origin: Origin) -> tuple[list[tuple[float
 
 def _fastest_route(cluster: Cluster, num_ranks: int) -> Route:
     """Return a route at least as fast as that of any group of so many GPUs."""
-    inside = num_ranks <= max(group.gpus_per_node for group in cluster.node_groups)
-    links = [cluster.intra_node, cluster.inter_node] if inside else [cluster.inter_node]
-    widest = max(link.bandwidth for link in (cluster.intra_node, cluster.inter_node))  # several rings share a network
+    links = [
+        link
+        for group in cluster.node_groups
+        for link in cluster.links_of(group)[0 if num_ranks <= group.gpus_per_node else 1 :]
+    ]
+    widest = cluster.fastest_bytes_per_s  # several rings share a network
     return Route(widest, min(link.latency for link in links))
 
 
