@@ -20,14 +20,15 @@ def all_plans(
     pp_degrees: set[int] | None = None,
     num_microbatches: int | None = None,
     recompute: bool = True,
+    fewer: bool = False,
 ) -> Iterator[Plan]:
-    """Yield every plan on at most so many GPUs (adamw, fp32), in no order of merit.
+    """Yield every plan on all GPUs, or on `fewer` too (adamw, fp32), in no order of merit.
 
     Fewer microbatches than stages where their number is given.
     """
     names = [layer.name for layer in profile.layers]
     remades = subsets(names) if recompute else [()]
-    for pp, tp, dp in degrees(num_gpus):
+    for pp, tp, dp in degrees(num_gpus, fewer=fewer):
         if pp > len(names) or (pp_degrees is not None and pp not in pp_degrees):
             continue
         for m in range(1, global_batch_size + 1):
@@ -68,10 +69,11 @@ def interleaved(plan: Plan) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def degrees(num_gpus: int) -> list[tuple[int, int, int]]:
-    """Return every (pp, tp, dp) that needs no more GPUs than there are."""
+def degrees(num_gpus: int, *, fewer: bool = False) -> list[tuple[int, int, int]]:
+    """Return every (pp, tp, dp) that multiplies to the GPUs, or to fewer of them too."""
     counts = range(1, num_gpus + 1)
-    return [(pp, tp, dp) for pp, tp, dp in product(counts, counts, counts) if pp * tp * dp <= num_gpus]
+    every = [(pp, tp, dp) for pp, tp, dp in product(counts, counts, counts) if pp * tp * dp <= num_gpus]
+    return [found for found in every if fewer or found[0] * found[1] * found[2] == num_gpus]
 
 
 def subsets(names: list[str]) -> list[tuple[str, ...]]:

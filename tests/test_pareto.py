@@ -49,7 +49,7 @@ def test_no_plan_beats_a_point_in_everything(seed: int) -> None:
         same = [one for one in everything if one[0] == point[0]]
         assert not any(beats(one, point) for one in same), "the best plan within its memory, of its GPUs"
         assert not any(beats(one, point) for one in points)
-    assert min(point[2] for point in points if point[0] == num_gpus) == min(one[2] for one in everything if one[0] == 4)
+    assert min(point[2] for point in points) == min(one[2] for one in everything)
     assert len({point[0] for point in points}) > 1
 
 

@@ -84,6 +84,7 @@ def check(case: Case, seed: int) -> tuple[Solution, Cluster] | None:
             pp_degrees=pp_degrees,
             num_microbatches=case.num_microbatches,
             recompute=case.recompute,
+            fewer=True,
         )
     )
     if not 0 < len(plans) <= MAX_PLANS:
