@@ -27,7 +27,7 @@ class StagePrediction(Record):
 
     `param_count` is the number of parameters that one GPU computes with, before data parallelism shards them. It and
     `memory` are those of a GPU: where a device group holds several stages, of all of them, the same in each. `gpu`
-    names the type of the stage's GPUs where those of the plan are of several.
+    names the type of the stage's GPUs where those of the cluster are of several.
     `weight_time_s` is what of the backward runs apart from the rest, after it: 0 where backwards are whole.
     """
 

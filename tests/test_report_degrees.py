@@ -96,6 +96,9 @@ def test_gpu_types_and_scaled_times_are_told() -> None:
     assert row(text, "1")[3:5] == ["1", "b"]
     assert "times on b are scaled by roofline from those of another GPU type" in text
     assert [stage["gpu"] for stage in plan_json(plan)["stages"]] == ["a", "b"]
+    stages = [stage.model_copy(update={"gpu": "a"}) for stage in stages]
+    prediction = prediction.model_copy(update={"stages": tuple(stages)})
+    assert "roofline" not in printed(plan_table(plan.model_copy(update={"prediction": prediction})))
 
 
 def test_gpus_are_idle_by_their_number() -> None:

@@ -140,7 +140,8 @@ class Pricer:
             if message.has_gradient:
                 sends[message.target] += message.backward_busy_s + message.backward_latency_s
         split = plan.schedule in SPLIT_SCHEDULES
-        types = [tuple(self.places.count_types(stage.gpus)) for stage in plan.stages]
+        are_told = len({group.gpu for group in self.cluster.node_groups}) > 1
+        types = [tuple(self.places.count_types(stage.gpus)) if are_told else () for stage in plan.stages]
         stages = tuple(
             StagePrediction(
                 forward_time_s=t.forward_action_s(),
@@ -154,7 +155,7 @@ class Pricer:
                 busy_time_s=m * (t.forward_action_s() + t.backward_action_s())
                 + t.cast_s + t.gather_s + t.reduce_s + tied_s[index] + t.optimizer_s,
                 param_count=priced.param_counts[index],
-                gpu=" + ".join(types[index]) if len({name for names in types for name in names}) > 1 else "",
+                gpu=" + ".join(types[index]),
                 memory=priced.memory[index],
             )
             for index, t in enumerate(priced.times)

@@ -16,8 +16,10 @@ other type it is within 4 % for every layer of Llama 3 8B and of a small GPT (H1
 (`planner profile --gpu`) is better.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from planner.cluster import Cluster, Gpu, read_gpu, shipped_gpu
 from planner.cost.layers import LayerNumbers
@@ -139,9 +141,17 @@ class Rescaling:
         return cost.model_copy(update=changed)
 
 
-def slowest_numbers(numbers: list[LayerNumbers]) -> LayerNumbers:
+def slowest_numbers(numbers: Sequence[LayerNumbers]) -> LayerNumbers:
     """Return what a layer costs on GPUs of several types that work in step: of each number the largest."""
-    first, *others = numbers
-    if not others:
-        return first
-    return LayerNumbers(**{name: max(getattr(found, name) for found in numbers) for name in LayerNumbers.__slots__})
+    return _of_each(max, numbers)
+
+
+def least_numbers(numbers: Sequence[LayerNumbers]) -> LayerNumbers:
+    """Return what a layer costs at least on any of several types: of each number the smallest."""
+    return _of_each(min, numbers)
+
+
+def _of_each(choose: Callable[[Iterable[Any]], Any], numbers: Sequence[LayerNumbers]) -> LayerNumbers:
+    if len(numbers) == 1:
+        return numbers[0]
+    return LayerNumbers(**{name: choose(getattr(found, name) for found in numbers) for name in LayerNumbers.__slots__})

@@ -88,6 +88,15 @@ class Places:
         self._types[key] = dict(found)
         return self._types[key]
 
+    def types_of_first(self, num_gpus: int) -> tuple[str, ...]:
+        """Return the types of the first GPUs, each once."""
+        found, first = dict[str, None](), 0
+        for group in self.cluster.node_groups:
+            if first < num_gpus:
+                found[group.gpu] = None
+            first += group.count * group.gpus_per_node
+        return tuple(found)
+
     def gpus(self, gpus: Sequence[int]) -> tuple[Gpu, ...]:
         """Return the types of some GPUs, each once."""
         return tuple(self.cluster.gpus[name] for name in self.count_types(gpus))

@@ -107,7 +107,8 @@ def _differing(plan: Plan) -> dict[str, list[str]]:
 
 def scaled_lines(plan: Plan) -> list[str]:
     """Return a line that tells which GPU types no profile is of."""
-    types = ", ".join(plan.origin.scaled_gpus)
+    used = {name for stage in plan.prediction.stages for name in stage.gpu.split(" + ")} if plan.prediction else {""}
+    types = ", ".join(name for name in plan.origin.scaled_gpus if name in used or "" in used)
     return [f"times on {types} are scaled by roofline from those of another GPU type"] if types else []
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from planner.arguments import dtype_bytes
 from planner.cluster import Cluster
 from planner.cost.evaluate import Pricer
+from planner.cost.places import Places
 from planner.cost.states import WORKING_BYTES
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
@@ -79,11 +80,11 @@ def make_space(profile: ModelProfile, cluster: Cluster, request: SolveRequest) -
             f"{request.num_gpus} GPUs are asked for, the cluster {cluster.name!r} has {cluster.num_gpus}",
             hint=f"ask for at most {cluster.num_gpus}, or give a larger cluster",
         )
-    types = dict.fromkeys(cluster.gpu_at(rank).name for rank in range(request.num_gpus))
-    if len(types) > 1:
+    types = Places(cluster).types_of_first(request.num_gpus)
+    if len(types) > 1 and not request.theoretical:
         raise UsageError(
-            f"the cluster {cluster.name!r} mixes {' and '.join(types)}; the profile has times for one GPU type",
-            hint="give a cluster of one GPU type",
+            f"the cluster {cluster.name!r} mixes {' and '.join(types)}: no plan runs on GPUs of several types yet",
+            hint="give a cluster of one GPU type, fewer --gpus, or --theoretical to plan for them all the same",
         )
     width = dtype_bytes(profile.provenance.dtype)
     if width != WORKING_BYTES[request.precision]:

@@ -58,10 +58,11 @@ def find_conflict(space: Space, origin: Origin) -> Conflict:
             )
         pins = ", ".join(map(described, space.request.constraints))
         return Conflict(constraint="pins", message=f"no stages of consecutive layers satisfy {pins} together")
-    peak, setting, spans = least
+    _, setting, spans = least
     problem = problems.of(setting)
     needs = [_need(problem, s, *span) for s, span in enumerate(spans)]
-    fullest = max(range(len(needs)), key=lambda s: needs[s])
+    fullest = max(range(len(needs)), key=lambda s: needs[s] - problem.positions[s].budget_bytes)
+    peak = needs[fullest]
     names = [layer.name for layer in space.pricer.profile.layers]
     first, stop = spans[fullest]
     available = problem.positions[fullest].budget_bytes

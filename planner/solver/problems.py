@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.cost.communication import Route
-from planner.cost.states import StateRules
+from planner.cost.states import StateRules, memory_bytes_per_s
 from planner.graph import is_chained, layer_graph, shared_updates, spine
 from planner.plan import Origin, Plan, Stage
 from planner.schedule import num_in_flight
@@ -14,7 +14,8 @@ from planner.solver.recompute import Choice
 from planner.solver.space import Shardings, Space
 from planner.solver.tables import Bools, Crossing, LayerTable, StateTable
 
-_Key = tuple[int, int, tuple[Shardings, ...], Route]
+# microbatch size, tensor-parallel degree, ways to divide, route, GPU types
+_Key = tuple[int, int, tuple[Shardings, ...], Route, tuple[str, ...]]
 
 MAX_RECENT = 6  # problems of hundreds of layers and stages have tables of some hundred MB
 
@@ -54,27 +55,27 @@ class Problems:
         every = dict.fromkeys(other.shardings for other in alike)
         modes = dict.fromkeys((other.data_parallel, other.dp_degree) for other in alike)
         rules = [StateRules(space.request.optimizer, space.request.precision, mode, dp) for mode, dp in modes]
-        states: dict[tuple[Route, Route], StateTable] = {}
+        states: dict[tuple[tuple[str, ...], Route, Route], StateTable] = {}
+        types = [tuple(pricer.places.count_types(gpus)) for gpus in space.stage_gpus(*setting.degrees)]
         positions = []
         masks = self._allowed(pp)
         for s, (route, dp_route) in enumerate(zip(over.tensor, over.data, strict=True)):
-            table = self._table(rows, tp, tuple(every), route)
-            if (route, dp_route) not in states:
-                found = [
-                    StateTable.of(table, rule, pricer.cluster.gpu_at(0), tp, dp_route, pricer.cluster.memory_reserve)
-                    for rule in rules
-                ]
-                states[route, dp_route] = found[0] if len(found) == 1 else StateTable.least(found)
+            table = self._table(rows, tp, tuple(every), route, types[s])
+            at = [pricer.cluster.gpus[name] for name in types[s]]
+            if (types[s], route, dp_route) not in states:
+                gpu = min(at, key=memory_bytes_per_s)
+                found = [StateTable.of(table, rule, gpu, tp, dp_route, pricer.cluster.memory_reserve) for rule in rules]
+                states[types[s], route, dp_route] = found[0] if len(found) == 1 else StateTable.least(found)
             positions.append(
                 Position(
                     layers=table,
-                    states=states[route, dp_route],
-                    budget_bytes=pricer.cluster.gpu_at(0).memory,
+                    states=states[types[s], route, dp_route],
+                    budget_bytes=min(gpu.memory for gpu in at),
                     in_flight=num_in_flight(setting.schedule, pp, setting.num_microbatches, s),
                     allowed=masks[s],
                 )
             )
-        spines = self._spines[rows, tp, tuple(every), positions[0].layers.route]
+        spines = self._spines[rows, tp, tuple(every), positions[0].layers.route, types[0]]
         cluster = pricer.cluster
         repeats = [pricer.repeats(tp, dict(shardings)) for shardings in every]
         return Problem(
@@ -89,16 +90,18 @@ class Problems:
             chained=self.chained,
         )
 
-    def _table(self, rows: int, tp: int, every: tuple[Shardings, ...], route: Route) -> LayerTable:
-        """Return the table of a choice of sharding, or the least of several."""
-        key = (rows, tp, every, route)
+    def _table(
+        self, rows: int, tp: int, every: tuple[Shardings, ...], route: Route, types: tuple[str, ...]
+    ) -> LayerTable:
+        """Return the table of a choice of sharding, or the least of several, on GPUs of these types."""
+        key = (rows, tp, every, route, types)
         if key not in self._tables:
             pricer = self.space.pricer
             if len(every) > 1:
-                table = LayerTable.least([self._table(rows, tp, (one,), route) for one in every])
+                table = LayerTable.least([self._table(rows, tp, (one,), route, types) for one in every])
             else:
                 table = LayerTable.of(
-                    pricer, self._crossings[rows], rows, tp, dict(every[0]), route, self.space.recompute_choices
+                    pricer, self._crossings[rows], rows, tp, dict(every[0]), route, self.space.recompute_choices, types
                 )  # fmt: skip
             self._tables[key] = table
             self._spines[key] = (

@@ -22,8 +22,9 @@ from functools import cache
 
 from planner.cluster import Cluster
 from planner.cost.communication import Route, collective_s
+from planner.cost.gpu_types import least_numbers
 from planner.cost.layers import REPLICATED
-from planner.cost.states import WORKING_BYTES, StateRules, cast_s, optimizer_s
+from planner.cost.states import WORKING_BYTES, StateRules, cast_s, memory_bytes_per_s, optimizer_s
 from planner.plan import Origin, Schedule
 from planner.schedule import num_in_flight
 from planner.solver.chains import OpenAlike, OpenSetting
@@ -81,14 +82,15 @@ class OpenDegrees:
         """Yield the settings with bounds (6) and (7); none whose states are more than all stages' memory."""
         space = incumbent.problems.space
         pricer = space.pricer
-        memory = pricer.cluster.gpu_at(0).memory  # one GPU type, see `solve`
+        memory = max(pricer.cluster.gpus[name].memory for name in space.gpu_types)
         pp, tp, dp, rows, m = (
             self.pp_degree, self.tp_degree, self.dp_degree, self.microbatch_size, self.num_microbatches
         )  # fmt: skip
         combinations: dict[tuple[Route, ...], tuple[list[Shardings], bool]] = {}
         for setting in space.settings_of(pp, tp, dp, rows, m):
             over = space.stage_routes(*setting.degrees)
-            if setting.placement_rank and over == space.stage_routes(pp, tp, dp, PLACEMENTS[0]):
+            regular = space.stage_routes(pp, tp, dp, PLACEMENTS[0])
+            if setting.placement_rank and len(space.gpu_types) == 1 and over == regular:
                 continue  # the same links: the same plans
             routes = tuple(dict.fromkeys(over.tensor))
             if routes not in combinations:
@@ -195,19 +197,20 @@ def _totals(
     tp_route: Route,
     dp_route: Route,
 ) -> _Totals:
-    """Return what (6) and (7) are made of, with the fastest routes that any stage has."""
+    """Return what (6) and (7) are made of, with the fastest GPUs and routes that any stage has."""
     pricer, chosen = space.pricer, dict(shardings)
-    gpu = pricer.cluster.gpu_at(0)
+    gpu = max((pricer.cluster.gpus[name] for name in space.gpu_types), key=memory_bytes_per_s)
     seconds, trainable, frozen, partial = 0.0, 0, 0, 0
     shares = [1.0, 1.0]
     for name, count in space.class_counts.items():
-        numbers = pricer.numbers(
-            name, setting.microbatch_size, setting.tp_degree, chosen.get(name, "replicated"), tp_route
-        )
-        ways = (numbers.forward_s + numbers.forward_comm_s, numbers.backward_s + numbers.backward_comm_s)
-        seconds += count * sum(ways)
-        if sum(ways):
-            shares = [min(share, way / sum(ways)) for share, way in zip(shares, ways, strict=True)]
+        way = chosen.get(name, REPLICATED)
+        on_types = space.numbers(name, setting.microbatch_size, setting.tp_degree, way, tp_route)
+        for found in on_types:
+            ways = (found.forward_s + found.forward_comm_s, found.backward_s + found.backward_comm_s)
+            if sum(ways):
+                shares = [min(share, part / sum(ways)) for share, part in zip(shares, ways, strict=True)]
+        numbers = least_numbers(on_types)
+        seconds += count * (numbers.forward_s + numbers.forward_comm_s + numbers.backward_s + numbers.backward_comm_s)
         trainable += count * numbers.trainable
         frozen += count * numbers.frozen
         partial += count * numbers.partial
@@ -237,7 +240,7 @@ def _least_microbatch_s(space: Space, tp: int, rows: int, route: Route) -> float
     for layer_class in space.pricer.profile.layer_classes:
         names = [REPLICATED, *(s.name for s in layer_class.shardings if s.tp_degree == tp)]
         priced = [
-            space.pricer.numbers(layer_class.name, rows, tp, name, route)
+            least_numbers(space.numbers(layer_class.name, rows, tp, name, route))
             for name in names
             if name == REPLICATED or space.has_cost(layer_class.name, name, tp)
         ]

@@ -69,6 +69,15 @@ class Space:
         init=False, default_factory=dict, compare=False, repr=False
     )
 
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        """The types of the GPUs that are planned for."""
+        return self.pricer.places.types_of_first(self.request.num_gpus)
+
+    def numbers(self, class_name: str, rows: int, tp_degree: int, sharding: str, route: Route) -> list[LayerNumbers]:
+        """Return what a layer of that class costs on each of the GPU types."""
+        return [self.pricer.numbers(class_name, rows, tp_degree, sharding, route, gpu) for gpu in self.gpu_types]
+
     def admits(self, key: str, value: int | str) -> bool:
         """Return whether pins, exclusions and limits leave a decision this value."""
         pinned = (self.pins.values if isinstance(value, int) else self.pins.words).get(key)
@@ -286,7 +295,7 @@ class Space:
         self, class_name: str, names: Sequence[str], tp: int, rows: int, routes: Sequence[Route]
     ) -> list[str]:
         def numbers(name: str) -> list[float]:
-            priced = [self.pricer.numbers(class_name, rows, tp, name, route) for route in routes]
+            priced = [found for route in routes for found in self.numbers(class_name, rows, tp, name, route)]
             return [value for found in priced for value in _comparable(found)]
 
         def divides(name: str) -> list[object]:
