@@ -12,7 +12,7 @@ so that, with c(D) the sum of what is open at D,
     load(I, J) = time(J) - time(I) + c(I) + c(J) - sum over tensors open at I of
                  cost * ([open at J] + [n(J) = n(I)])
 
-which is a matrix product over the few tensors that are open on both sides.
+which is a sum over the few tensors that are open on both sides.
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,8 @@ from planner.solver.core.lattice import Bools, Floats
 
 Ints = NDArray[np.int64]
 _CHUNK = 8192  # rows of what is made for all down-sets
+_PAIRS = 16384  # of down-sets, that are looked at together
+_FEW = 0.02  # of all pairs: fewer are looked at one by one
 _OUTSIDE = 1e30  # more than any load: what a row that is not inside its column costs, for every node too many
 
 
@@ -40,10 +42,11 @@ class StateLoads(Protocol):
     def crossing(self) -> Floats:
         """For each down-set what all stages before it, and all behind it, cost at least beyond their times."""
 
-    def block(self, rows: Ints, columns: Ints, *, exact: bool) -> NDArray[np.floating]:
+    def block(self, rows: Ints, columns: Ints, *, exact: bool, limit: float = float("inf")) -> NDArray[np.floating]:
         """Return the loads of the stages from `rows` to `columns`; huge or inf where a row is not inside its column.
 
-        In double precision if `exact`, else in single: near the rows' times, to less than 1e-6 of a load.
+        In double precision if `exact`, else in single: near the rows' times, to less than 1e-6 of a load. What is
+        above the `limit` may be anything above it.
         """
 
 
@@ -109,32 +112,45 @@ class TensorStates:
             self.times[rows] = members[rows].astype(np.float64) @ node_times
             self.crossing[rows] = self._open[rows].astype(np.float64) @ self._costs
 
-    def block(self, rows: Ints, columns: Ints, *, exact: bool) -> NDArray[np.floating]:
-        """Return the loads of the stages from `rows` to `columns`, huge where a row is not inside its column."""
+    def block(self, rows: Ints, columns: Ints, *, exact: bool, limit: float = float("inf")) -> NDArray[np.floating]:
+        """Return the loads of the stages from `rows` to `columns`, huge where a row is not inside its column.
+
+        What is open on both sides is taken to be untouched between, as a matrix product; where that leaves a load
+        within the limit, it is looked at which tensors are not.
+        """
         dtype = np.float64 if exact else np.float32
         first, last = self._members[rows], self._members[columns]
         differing = np.flatnonzero(first.any(axis=0) & ~last.all(axis=0))
         first_open, last_open = self._open[rows], self._open[columns]
         both = np.flatnonzero(first_open.any(axis=0) & last_open.any(axis=0))
-        left = [first[:, differing].astype(dtype)]
-        right = [np.where(last[:, differing], 0.0, _OUTSIDE).astype(dtype)]
-        single = both[self._most_held[both] == 1]  # one reader: open at both means untouched between
-        several = both[self._most_held[both] > 1]
-        left += [first_open[:, single].astype(dtype), first_open[:, several].astype(dtype)]
-        right += [
-            (last_open[:, single] * (-2.0 * self._costs[single])).astype(dtype),
-            (last_open[:, several] * -self._costs[several]).astype(dtype),
+        left = [first[:, differing].astype(dtype), first_open[:, both].astype(dtype)]
+        right = [
+            np.where(last[:, differing], 0.0, _OUTSIDE).astype(dtype),
+            (last_open[:, both] * (-2.0 * self._costs[both])).astype(dtype),
         ]
-        if len(several):
-            before, behind = self._held[rows][:, several], self._held[columns][:, several]
-            for held in range(1, int(self._most_held[several].max()) + 1):
-                some = np.flatnonzero(((before == held) & first_open[:, several]).any(axis=0))
-                left.append(((before == held) & first_open[:, several])[:, some].astype(dtype))
-                right.append(((behind == held)[:, some] * -self._costs[several[some]]).astype(dtype))
         loads = np.concatenate(left, axis=1) @ np.concatenate(right, axis=1).T
         zero = self.times[rows[0]]  # what is near cancels in single precision too
         loads += (self.crossing[rows] - (self.times[rows] - zero)).astype(dtype)[:, None]
         loads += (self.crossing[columns] + (self.times[columns] - zero)).astype(dtype)[None, :]
+        several = both[self._most_held[both] > 1]  # with one reader, open at both means untouched
+        i, j = np.nonzero(loads <= min(limit, _OUTSIDE / 2)) if len(several) else (rows[:0], rows[:0])
+        if not len(i):
+            return loads
+        before, behind = self._held[rows][:, several], self._held[columns][:, several]
+        is_open, still, costs = first_open[:, several], last_open[:, several], self._costs[several].astype(dtype)
+        if len(i) <= _FEW * loads.size:
+            for start in range(0, len(i), _PAIRS):
+                a, b = i[start : start + _PAIRS], j[start : start + _PAIRS]
+                touched = is_open[a] & still[b] & (before[a] != behind[b])
+                loads[a, b] += touched.astype(dtype) @ costs
+            return loads
+        left, right = [is_open.astype(dtype)], [still * costs]
+        for held in range(1, int(before.max()) + 1):  # those untouched, of which as many are held on both sides
+            here, there = is_open & (before == held), still & (behind == held)
+            some = np.flatnonzero(here.any(axis=0) & there.any(axis=0))
+            left.append(here[:, some].astype(dtype))
+            right.append(there[:, some] * -costs[some])
+        loads += np.concatenate(left, axis=1) @ np.concatenate(right, axis=1).T
         return loads
 
 

@@ -8,7 +8,8 @@ largest load. The bound then is the larger of an even share and the slowest node
 """
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,7 +22,7 @@ from planner.solver.core.thresholds import Chains, Cuts, Deadline, DeadlineError
 MOST_STATES = 1_000_000  # about 1 GB for 200 nodes
 ROUNDS = 400  # of searches near a chain
 SAME = 1e-9  # relatively: loads nearer than this are one
-_SMALL = 20_000  # down-sets that are searched whole at once
+_SMALL = 60_000  # down-sets that are searched whole at once
 _ROUNDS_BEFORE = 24  # near a chain, before more are
 _NUM_ORDERS = 24
 _KINDS = ((4.0, 700), (16.0, 700), (64.0, 700), (np.inf, 1500))  # of rounds: power, and down-sets near each cut
@@ -54,12 +55,13 @@ def best_partition(
     most_states: int = MOST_STATES,
     rounds: int = ROUNDS,
     seed: int = 0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Partition:
     """Return the partition of a graph into at most so many stages, each waiting for earlier ones only, of least load.
 
-    The same for the same arguments, unless the time limit or Ctrl-C ends it: then the best so far.
+    The same for the same arguments, unless the time limit, by a `clock`, or Ctrl-C ends it: then the best so far.
     """
-    search = _Search(graph, num_stages, Deadline.after(time_limit_s), random.Random(seed))
+    search = _Search(graph, num_stages, Deadline.after(time_limit_s, clock), random.Random(seed))
     try:
         search.run(most_states, rounds)
     except (DeadlineError, KeyboardInterrupt):

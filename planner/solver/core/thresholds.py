@@ -12,7 +12,7 @@ dynamic programming over stages and loads.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -33,19 +33,20 @@ class DeadlineError(Exception):
 
 @dataclass(slots=True)
 class Deadline:
-    """When to stop, by `time.monotonic`."""
+    """When to stop, by a clock."""
 
     at_s: float
+    clock: Callable[[], float] = time.monotonic
 
     @classmethod
-    def after(cls, seconds: float) -> "Deadline":
+    def after(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> "Deadline":
         """Return the deadline so many seconds from now."""
-        return cls(time.monotonic() + seconds)
+        return cls(clock() + seconds, clock)
 
     @property
     def left_s(self) -> float:
         """The seconds left."""
-        return self.at_s - time.monotonic()
+        return self.at_s - self.clock()
 
     def check(self) -> None:
         """Raise DeadlineError when it has passed."""
@@ -134,9 +135,9 @@ class Chains:
             if not len(left):
                 break
             if backward:
-                hit[left] = (self._loads.block(columns[left], part, exact=exact) <= limit).any(axis=1)
+                hit[left] = (self._loads.block(columns[left], part, exact=exact, limit=limit) <= limit).any(axis=1)
             else:
-                hit[left] = (self._loads.block(part, columns[left], exact=exact) <= limit).any(axis=0)
+                hit[left] = (self._loads.block(part, columns[left], exact=exact, limit=limit) <= limit).any(axis=0)
         return hit
 
     def followed(self, reached: Ints) -> Cuts:
@@ -197,7 +198,7 @@ class Chains:
             columns = states[first : first + _COLUMNS]
             low = float(times[first]) - limit - 1e-9 * float(times[-1])
             rows = states[int(np.searchsorted(times, low)) : first + len(columns)]
-            loads = self._loads.block(rows, columns, exact=True)
+            loads = self._loads.block(rows, columns, exact=True, limit=limit)
             fits = (loads <= limit) & (reached[rows][:, None] + 1 + remaining[columns][None, :] <= self._most)
             fits &= rows[:, None] != columns[None, :]
             i, j = np.nonzero(fits)
