@@ -40,3 +40,20 @@ def test_exact(profile: ModelProfile, pool: WorkerPool, tmp_path: Path, layout: 
     write_plan(emit(even_plan(profile, **layout), profile), path)  # type: ignore[arg-type]
     report = verify(path, pool=pool, timeout_s=120)
     assert report.ok, report.rows[:3]
+
+
+def test_the_stages_of_a_replica_may_be_neighbours(pool: WorkerPool, tmp_path: Path) -> None:
+    """The replicas of a stage, which has tied parameters too, are on ranks that are not."""
+    profile = profile_model(
+        f"{ZOO}:build_transformer",
+        inputs="inputs_transformer",
+        gpu="h100-sxm",
+        dtype="float32",
+        microbatch_sizes=(1, 2),
+        tp_degrees=(1,),
+    )
+    plan = even_plan(profile, pp_degree=2, dp_degree=2, data_parallel="sharded")
+    stages = [stage.replace(gpus=(index, index + 2)) for index, stage in enumerate(plan.stages)]
+    write_plan(emit(plan.replace(stages=tuple(stages)), profile), tmp_path / "plan.py")
+    report = verify(tmp_path / "plan.py", pool=pool, timeout_s=120)
+    assert report.ok, report.rows[:3]

@@ -239,7 +239,7 @@ def test_ranks_must_be_in_order_from_0(write: Folder, gpus: tuple[int, ...]) -> 
     text = path.read_text()
     assert "'gpus': [0, 1]" in text
     path.write_text(text.replace("'gpus': [0, 1]", f"'gpus': {list(gpus)}"))
-    with pytest.raises(VerifyError, match=r"not 0 to 1 in ascending order \(stage 0: \[") as told:
+    with pytest.raises(VerifyError, match=r"not 0 to 1, ascending in each \(stage 0: \[") as told:
         verify(path, timeout_s=120)
     assert str(list(gpus)) in told.value.message
 

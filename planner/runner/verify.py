@@ -261,15 +261,16 @@ def _about_rows(rows: int) -> str:
 
 
 def _check_runs(plan: Plan, path: Path) -> None:
-    """Raise VerifyError unless the runtime runs such plans, and the stages hold the ranks 0 to n - 1 in order."""
+    """Raise VerifyError unless the runtime runs such plans: on ranks 0 to n - 1, ascending in every stage."""
     if problem := unrunnable(plan):
         raise VerifyError(
             f"{path.name} can't be run yet: it {problem}", hint="undo the edit of the plan, or solve again"
         )
-    ranks = [rank for stage in plan.stages for rank in stage.gpus]
-    if ranks != list(range(len(ranks))):
+    ranks = sorted(rank for stage in plan.stages for rank in stage.gpus)
+    ascend = all(stage.gpus == tuple(sorted(stage.gpus)) for stage in plan.stages)
+    if not ascend or ranks != list(range(len(ranks))):
         listed = "; ".join(f"stage {index}: {list(stage.gpus)}" for index, stage in enumerate(plan.stages))
         raise VerifyError(
-            f"{path.name}: the ranks of its stages are not 0 to {len(ranks) - 1} in ascending order ({listed})",
+            f"{path.name}: the ranks of its stages are not 0 to {len(ranks) - 1}, ascending in each ({listed})",
             hint="undo the edit of `gpus` in the plan, or solve again",
         )
