@@ -38,9 +38,32 @@ def hangs(*arguments, **options):
 module.{name} = hangs
 sys.exit(main(sys.argv[1:]))
 """
-PRICING = HANGS.replace(
-    'module = importlib.import_module("planner.solver.{module}")', "from planner.cost import Pricer as module"
-)
+AFTER_A_PLAN = """
+import sys, time
+from pathlib import Path
+from planner.cli.main import main
+from planner.cost import Pricer
+from planner.solver.incumbent import Budget
+
+priced, evaluate, spend = False, Pricer.evaluate, Budget.spend
+
+
+def notes(self, plan):
+    global priced
+    priced = True
+    return evaluate(self, plan)
+
+
+def hangs(self):
+    if priced:
+        Path("hangs").write_text("")
+        time.sleep(600)
+    spend(self)
+
+
+Pricer.evaluate, Budget.spend = notes, hangs
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def interrupted(script: str, *arguments: str) -> tuple[int, str, str]:
@@ -81,7 +104,7 @@ SOLVE = ("solve", "--gpus", "4", "--global-batch-size", "8", "--json")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="terminals are Linux's")
 def test_solve_gives_the_best_so_far(profiled: Path) -> None:
-    code, out, seen = interrupted(PRICING.format(name="evaluate", after=1), *SOLVE, "--pin", "pp_degree=4")
+    code, out, seen = interrupted(AFTER_A_PLAN, *SOLVE, "--pin", "pp_degree=4")
     assert code == 0, seen
     told = json.loads(out)
     assert told["status"] == "feasible"
@@ -119,8 +142,9 @@ def test_what_follows_the_search_is_ended_with_what_is_known(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="terminals are Linux's")
 def test_without_a_plan_the_repairs_found_so_far_are_told(profiled: Path) -> None:
+    limits = ("--limit", "memory=1B", "--pin", "pp_degree=2", "--limit", "num_gpus=1..")
     whole = subprocess.run(
-        [sys.executable, "-m", "planner", *SOLVE, "--limit", "memory=1B", "--pin", "pp_degree=2"],
+        [sys.executable, "-m", "planner", *SOLVE, *limits],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         check=False,
         capture_output=True,
@@ -129,8 +153,8 @@ def test_without_a_plan_the_repairs_found_so_far_are_told(profiled: Path) -> Non
     )
     repairs = json.loads(whole.stdout)["repairs"]
     assert len(repairs) >= 1
-    script = HANGS.format(module="solve", name="find", after=4)
-    code, out, seen = interrupted(script, *SOLVE, "--limit", "memory=1B", "--pin", "pp_degree=2")
+    script = HANGS.format(module="solve", name="find", after=6)
+    code, out, seen = interrupted(script, *SOLVE, *limits)
     assert code == 1, seen
     told = json.loads(out)
     assert told["status"] == "infeasible"

@@ -64,7 +64,7 @@ def test_the_best_plan_within_limits_is_found(seed: int) -> None:
     together = sorted(draw.sample(range(num_layers), 2))
     names = [layer.name for layer in profile.layers]
     apart = draw.random() < 0.3
-    counts = range(1, num_gpus + 1) if seed % 2 else [num_gpus]
+    counts = range(1, num_gpus + 1)
     plans = [
         plan.replace(prediction=cost.evaluate(plan, profile, roomy))
         for count in counts
@@ -80,7 +80,7 @@ def test_the_best_plan_within_limits_is_found(seed: int) -> None:
         ("recompute", draw.choice(["0%", "20%", "50%", "100%"])),
     ]
     limits = tuple(draw.sample(drawn, draw.choice([1, 2, 2])))
-    if len(counts) > 1:
+    if seed % 2:
         limits += (("num_gpus", draw.choice(["1..", "2..", "..2"])),)
     pair = ("together", ",".join(names[index] for index in together))
     use = draw.random() < 0.5
@@ -110,7 +110,9 @@ def test_the_best_plan_within_limits_is_found(seed: int) -> None:
     assert all(check(plan) for check in checks)
     assert plan.prediction is not None
     best = min(plan.prediction.step_time_s for plan in fitting if plan.prediction is not None)
-    assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9)
+    assert plan.prediction.step_time_s <= best * (1 + 1e-9)
+    if plan.layers == tuple(names):  # another order of branches may be faster
+        assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9)
 
 
 def test_gpus_that_are_used_can_be_pinned() -> None:

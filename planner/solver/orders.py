@@ -12,6 +12,7 @@ from dataclasses import replace
 from planner.cost.communication import Route
 from planner.cost.layers import REPLICATED
 from planner.orders import layer_successors
+from planner.plan import Plan
 from planner.solver.core.loads import Tensor, TensorLoads
 from planner.solver.core.partition import best_partition
 from planner.solver.request import Pins
@@ -150,3 +151,12 @@ def space_in_order(space: Space, order: Order) -> Space:
         return replace(pins, recomputed=frozenset(place[layer] for layer in pins.recomputed))
 
     return replace(space, pricer=pricer, pins=moved(space.pins), exclusions=moved(space.exclusions))
+
+
+def space_in_order_of(space: Space, plan: Plan) -> Space:
+    """Return the same constraints on the profile in the order of a plan's layers."""
+    recorded = [layer.name for layer in space.pricer.profile.layers]
+    if list(plan.layers) == recorded:
+        return space
+    place = {name: index for index, name in enumerate(recorded)}
+    return space_in_order(space, tuple(place[name] for name in plan.layers))

@@ -2,7 +2,7 @@
 
 From the fastest plan's memory down to the least with which any plan fits, in equal steps; a plan that fits into the
 next step too is the best one there, and needs no search. Then the fastest plans on fewer GPUs. Points that another one
-equals or beats in everything are left out.
+equals or beats in everything are left out. Models with branches are cut in the order of the fastest plan's layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from planner.plan import Plan
 from planner.solver.differences import num_gpus, step_time_s
 from planner.solver.find import EndedError, Found, find, make_space, silent
 from planner.solver.infeasible import find_conflict, with_memory
+from planner.solver.orders import space_in_order_of
 from planner.solver.request import SolveRequest
 from planner.solver.space import Space
 
@@ -95,7 +96,10 @@ def _points(
     progress: Progress,
     left_s: TimeLeft,
 ) -> Iterator[Point]:
-    counts = _gpu_counts(make_space(profile, cluster, request), num_gpus(best.plan))
+    def space_on(place: Cluster) -> Space:
+        return space_in_order_of(make_space(profile, place, request), best.plan)
+
+    counts = _gpu_counts(space_on(cluster), num_gpus(best.plan))
     total = MEMORY_STEPS + len(counts)
 
     def solved(space: Space, label: str, done: int) -> Found:
@@ -109,7 +113,7 @@ def _points(
         return found
 
     progress("least memory", 0, total)
-    conflict = find_conflict(make_space(profile, with_memory(cluster, 1), request), best.plan.origin)
+    conflict = find_conflict(space_on(with_memory(cluster, 1)), best.plan.origin)
     most, least = peak_bytes(best.plan), conflict.least_peak_bytes
     if least is not None and least < most:
         last = best
@@ -117,15 +121,14 @@ def _points(
             limit = least + (most - least) * step // MEMORY_STEPS
             if peak_bytes(last.plan) <= limit:
                 continue
-            space = make_space(profile, with_memory(cluster, limit), request)
-            found = solved(space, "less memory", MEMORY_STEPS - 1 - step)
+            found = solved(space_on(with_memory(cluster, limit)), "less memory", MEMORY_STEPS - 1 - step)
             if found.plan is None:  # a limit of recomputation: the least memory is not reached
                 break
             last = Point(found.plan, found.gap_fraction)
             yield last
     missed = 0
     for index, count in enumerate(counts):
-        space = make_space(profile, cluster, request)
+        space = space_on(cluster)
         values = space.pins.values | {"num_gpus": frozenset([count])}
         found = solved(replace(space, pins=replace(space.pins, values=values)), f"{count} GPUs", MEMORY_STEPS + index)
         missed = missed + 1 if found.plan is None else 0

@@ -35,10 +35,15 @@ class Repairs:
     """Tries changes of a problem that has no plan."""
 
     def __init__(
-        self, request: SolveRequest, cluster: Cluster, conflict: Conflict, resolve: Resolve, enlarge: Enlarge | None
+        self,
+        request: SolveRequest,
+        cluster: Cluster,
+        conflict: Conflict,
+        resolve: Resolve,
+        enlarge: Enlarge | None,
     ) -> None:
         self.request, self.cluster, self.conflict = request, cluster, conflict
-        self._resolve = resolve
+        self._resolve, self._is_ended = resolve, False
         self._enlarge = enlarge or self._larger
 
     def between(self) -> tuple[str, ...]:
@@ -52,6 +57,7 @@ class Repairs:
                 if not self._exists(self.cluster, self.request.without(*dropped, constraint)):
                     dropped.append(constraint)
         except (EndedError, KeyboardInterrupt):
+            self._is_ended = True
             return ()
         return tuple(described(one) for one in kept if one not in dropped)
 
@@ -59,7 +65,7 @@ class Repairs:
         """Return the changes that give a plan, with the best plan of each; no more after a search that was ended."""
         repairs: list[Repair] = []
         try:
-            for change in self._changes():
+            for change in () if self._is_ended else self._changes():
                 if len(repairs) == MAX_REPAIRS:
                     break
                 repairs += self._tried(*change)
@@ -82,8 +88,9 @@ class Repairs:
             raise EndedError
 
     def _exists(self, cluster: Cluster, request: SolveRequest) -> bool:
+        """Return whether there is a plan, as far as a short search tells; EndedError after one that was ended."""
         found = self._resolve(cluster, request, True)
-        if found.plan is None and not found.is_proven:
+        if found.plan is None and not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
             raise EndedError
         return found.plan is not None
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from planner.plan import Origin, Plan, RunnerUp
 from planner.solver.differences import SAME, reason, slower_fraction, step_time_s, summary
 from planner.solver.find import Found, find, silent
+from planner.solver.orders import space_in_order_of
 from planner.solver.request import WORDS, Pins
 from planner.solver.search import Progress
 from planner.solver.space import Space
@@ -39,7 +40,8 @@ def runners_up(
     if best is None or top < 1:
         return ()
     others: list[tuple[Plan, float]] = []
-    if winner.is_proven:
+    space = space_in_order_of(space, best)
+    if not winner.outcome.was_ended:
         with suppress(KeyboardInterrupt):  # those that are found will do
             _search(space, origin, best, others, top, progress, time_limit_s)
     else:

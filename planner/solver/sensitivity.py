@@ -3,7 +3,8 @@
 At another value the plan is priced anew, and a search has only to show that nothing is faster. For memory that decides
 whole ranges: with less of it no plan comes up that was not there before, so that a best plan stays one while it fits,
 and with more of it a plan that is beaten once stays beaten. Step times of plans may cross more than once as links get
-faster; there, the values between those that were tried are not proven.
+faster; there, the values between those that were tried are not proven. Models with branches are looked at in the
+order of the plan's layers.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from planner.plan import Plan
 from planner.solver.differences import SAME, headroom, step_time_s, summary
 from planner.solver.find import EndedError, Found, find, make_space, silent
 from planner.solver.infeasible import with_memory
+from planner.solver.orders import space_in_order_of
 from planner.solver.request import SolveRequest, described
 
 MAX_NODES = 1000  # of one search
@@ -126,7 +128,7 @@ class _Prober:
         self.num_searches += 1
         self._progress(label, self.num_searches, 0)
         found = find(
-            make_space(self.profile, cluster, request or self.request),
+            space_in_order_of(make_space(self.profile, cluster, request or self.request), self.plan),
             self.plan.origin,
             time_limit_s=left_s,
             to_beat_s=to_beat_s,

@@ -16,6 +16,8 @@ from planner.solver.runners_up import runners_up
 from planner.solver.search import Progress
 from planner.solver.solution import Solution
 
+REPAIRS_LIMIT_S = 60.0  # no more are looked for then
+
 
 def solve(
     profile: ModelProfile,
@@ -51,13 +53,17 @@ def solve(
             )
         conflict = find_conflict(space, origin)
 
+        repairing, limit_s = time.monotonic(), REPAIRS_LIMIT_S
+        if request.time_limit_s is not None:
+            limit_s = min(limit_s, left_s() or 0.0)
+
         def resolve(changed: Cluster, request: SolveRequest, any_plan: bool) -> Found:
             progress("repairs", 0, 0)
             return find(
                 make_space(profile, changed, request),
                 origin,
-                time_limit_s=left_s(),
-                max_nodes=None if any_plan else MAX_NODES,
+                time_limit_s=max(0.0, repairing + limit_s - time.monotonic()),
+                max_nodes=MAX_NODES,
                 any_plan=any_plan,
             )
 
