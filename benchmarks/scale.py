@@ -1,6 +1,9 @@
 """How far the solver reaches on this machine, and how its time grows.
 
     python benchmarks/scale.py dag [--layers 200] [--stages 16] [--seconds 60] [--alone] [--only TEXT] [--plot FILE]
+    python benchmarks/scale.py chain [--layers 400] [--gpus 256] [--sigma 0.5 1] [--seconds 60] [--growth]
+
+`chain`: chains of different layers on many GPUs, see `scale_chain`.
 
 `dag`: random graphs of layers cut into stages, the largest load least (`planner.solver.core.partition`). A tensor costs
 cf / 4 of an average stage, to the stage that makes it and to each that reads it. `branches w` are w chains, each layer
@@ -17,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import scale_chain
 from local_search import anneal, constraint_solver
 
 from planner.solver.core.loads import Tensor, TensorLoads, load_of
@@ -162,6 +166,14 @@ def main() -> int:
     dag.add_argument("--only", default="", metavar="TEXT", help="graphs that hold this text: 'branches 4, 0.05'")
     dag.add_argument("--plot", type=Path, metavar="FILE", help="draw seconds against down-sets and layers")
     dag.set_defaults(run=run_dag)
+    chain = parts.add_parser("chain", help="the whole search on chains of different layers, degrees by stage")
+    chain.add_argument("--layers", type=int, default=400)
+    chain.add_argument("--gpus", type=int, default=256)
+    chain.add_argument("--sigma", type=float, nargs="+", default=[0.5, 1.0], help="of the lognormal draws")
+    chain.add_argument("--batch", type=int, default=1024)
+    chain.add_argument("--seconds", type=float, default=60.0, help="time limit for each search")
+    chain.add_argument("--growth", action="store_true", help="also fewer layers, GPUs and degrees")
+    chain.set_defaults(run=scale_chain.run)
     arguments = parser.parse_args()
     return int(arguments.run(arguments))
 

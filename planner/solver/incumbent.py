@@ -81,6 +81,14 @@ class Incumbent:
         if known is None or prediction.step_time_s < step_time_s(known):
             self.by_setting[setting] = plan
         found_s, best_s = prediction.step_time_s, self.step_time_s
-        tie = self.best_setting is not None and setting < self.best_setting and found_s <= best_s * (1 + TOLERANCE)
+        regular = self.best is not None and (self.best_setting is None or setting < self.best_setting)
+        tie = regular and found_s <= best_s * (1 + TOLERANCE)
         if found_s < best_s * (1 - TOLERANCE) or tie:
             self.best, self.best_setting = plan, setting
+
+    def offer_plan(self, plan: Plan) -> None:
+        """Price a plan of no setting, whose stages may differ, and keep it if it is faster than any other."""
+        prediction = self.problems.space.pricer.evaluate(plan)
+        self.num_priced += 1
+        if prediction.step_time_s < self.step_time_s * (1 - TOLERANCE):
+            self.best, self.best_setting = plan.model_copy(update={"prediction": prediction}), None

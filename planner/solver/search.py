@@ -15,6 +15,7 @@ from typing import Protocol
 from planner.plan import Origin
 from planner.solver.chains import OpenSetting
 from planner.solver.incumbent import Budget, Incumbent, OutOfTimeError
+from planner.solver.mixed import OpenMicrobatches, open_mixed
 from planner.solver.problem import Setting
 from planner.solver.problems import Problems
 from planner.solver.settings import open_degrees
@@ -73,11 +74,13 @@ def search(
     incumbent = Incumbent(Problems(space, origin), budget, to_beat_s)
     queue = _Queue()
     current: Open | None = None
+    later: list[OpenMicrobatches] = []
     reported, was_ended = time.monotonic(), False
     try:
         for part in open_degrees(space):
             queue.push(part)
-        for tolerance in TOLERANCES:
+        later = list(open_mixed(space)) if space.request.theoretical else []
+        for tolerance in (TOLERANCES[0], *TOLERANCES):
             while queue and queue.bound < incumbent.limit_s(tolerance):
                 if any_plan and incumbent.best is not None:
                     raise OutOfTimeError
@@ -89,9 +92,11 @@ def search(
                 parts = current.advance(incumbent, tolerance)
                 current = None
                 queue.replace(parts)
+            while later:  # when plans of one kind of stage are known, and only what they don't rule out
+                queue.push(later.pop(0))
     except (OutOfTimeError, KeyboardInterrupt):
         was_ended = True
-        bounds = [queue.bound] if current is None else [queue.bound, current.bound]
+        bounds = [queue.bound, *(part.bound for part in (current, *later) if part is not None)]
         lower = min(incumbent.left_out_s, incumbent.step_time_s, *bounds)
     else:
         lower = min(incumbent.left_out_s, incumbent.step_time_s)

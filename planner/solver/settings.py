@@ -236,7 +236,7 @@ def _totals(
 
 def _least_microbatch_s(space: Space, tp: int, rows: int, route: Route) -> float:
     """Return the least seconds of a microbatch in all layers, over all ways to divide each."""
-    total = 0.0
+    total, counts = 0.0, space.class_counts
     for layer_class in space.pricer.profile.layer_classes:
         names = [REPLICATED, *(s.name for s in layer_class.shardings if s.tp_degree == tp)]
         priced = [
@@ -244,7 +244,7 @@ def _least_microbatch_s(space: Space, tp: int, rows: int, route: Route) -> float
             for name in names
             if name == REPLICATED or space.has_cost(layer_class.name, name, tp)
         ]
-        total += space.class_counts.get(layer_class.name, 0) * min(
+        total += counts.get(layer_class.name, 0) * min(
             n.forward_s + n.forward_comm_s + n.backward_s + n.backward_comm_s for n in priced
         )
     return total
