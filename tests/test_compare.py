@@ -96,6 +96,26 @@ def test_degrees_are_completed_regularly() -> None:
     assert all(len(stage.recompute) == len(stage.layers) for stage in plan_of("pp=2,recompute=all").stages)
 
 
+@pytest.mark.parametrize(
+    ("text", "sizes", "firsts"),
+    [
+        ("pp=2,m=8,schedule=interleaved-1f1b", [2, 2, 2, 2], [0, 4, 0, 4]),
+        ("pp=2,m=8,schedule=interleaved-1f1b,chunks=4,dp=4", [1] * 8, [0, 4] * 4),
+        ("pp=2,m=8,schedule=zbv", [2, 2, 2, 2], [0, 4, 4, 0]),
+        ("pp=4,m=8,schedule=zero-bubble,cuts=layers.1,layers.2,layers.3", [1, 1, 1, 5], [0, 2, 4, 6]),
+    ],
+)
+def test_schedules_that_are_not_solved_for_are_priced(text: str, sizes: list[int], firsts: list[int]) -> None:
+    profile, cluster = equal_profile(8, activation=100), make_cluster(8)
+    step = SolveRequest(num_gpus=8, global_batch_size=32, optimizer="sgd")
+    plan = complete(read_degrees(f"{text},recompute=all"), profile, cluster, step, origin=ORIGIN)
+    assert [len(stage.layers) for stage in plan.stages] == sizes
+    assert [stage.gpus[0] for stage in plan.stages] == firsts
+    assert all(stage.recompute == stage.layers for stage in plan.stages)
+    found = priced(plan, profile, cluster)
+    assert sum(parts(found).values()) == pytest.approx(step_time_s(found), rel=1e-9)
+
+
 def test_what_does_not_fit_is_priced_all_the_same() -> None:
     profile, cluster = equal_profile(4, activation=1000), make_cluster(2, memory=3500)
     step = SolveRequest(num_gpus=2, global_batch_size=8, optimizer="sgd")
@@ -116,6 +136,11 @@ def test_what_does_not_fit_is_priced_all_the_same() -> None:
         ("pp", "'pp' is not KEY=VALUE", "pp=4,tp=2"),
         ("pp=2,layers.1", "'layers.1' is not KEY=VALUE", "pp=4,tp=2"),
         ("qq=2", "unknown key 'qq'", "pp, tp, dp, m, rows"),
+        ("pp=2,schedule=1b1f", "schedule '1b1f' is not known", "zero-bubble"),
+        ("pp=2,m=8,chunks=2", "schedule '1f1b' runs one stage on each GPU", "other chunks"),
+        ("pp=2,chunks=3,schedule=interleaved-1f1b", "2 x 3 chunks = 6 stages, more than the 4 layers", "fewer chunks"),
+        ("pp=2,schedule=zbv,recompute=fit", "recompute=fit are for schedule 1f1b and gpipe", "leave them out"),
+        ("schedule=interleaved-1f1b", "in 2 chunks need pp", "pp="),
         ("pp=2,pp=4", "'pp' is given twice", "pp=4,tp=2"),
         ("pp=", "'pp' has no value", "pp=4,tp=2"),
         ("pp=0", "pp_degree is '0', no count", "pp=4,tp=2"),

@@ -33,8 +33,8 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Degrees by hand: pp=4,tp=2,dp=2,m=8,schedule=1f1b. Also rows=, data=sharded, cuts=LAYER,LAYER or "
-            "best (even), recompute=LAYERS, all or fit (none). Repeatable.",
+            help="Degrees by hand: pp=4,tp=2,dp=2,m=8,schedule=1f1b. Also rows=, chunks=, data=sharded, cuts= "
+            "or best (even), recompute=LAYERS, all or fit (none). Repeatable.",
         ),
     ] = None,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Price on this profile (the plans').")] = None,

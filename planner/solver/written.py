@@ -10,9 +10,10 @@ from planner.cluster import Cluster
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
 from planner.plan import Origin, Plan
+from planner.solver.chunked import chunked, least_chunks
 from planner.solver.find import find, make_space
 from planner.solver.infeasible import find_conflict
-from planner.solver.request import COUNTS, WORDS, SolveRequest
+from planner.solver.request import WORDS, SolveRequest
 
 OPTION = "--degrees"
 EXAMPLE = f"write it like {OPTION} pp=4,tp=2,dp=2,m=8,schedule=1f1b"
@@ -54,10 +55,10 @@ def read_degrees(text: str) -> Written:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if equals:
             key = SHORT.get(name, name)
-            if key not in (*COUNTS, *WORDS, *LISTS) or key == "num_gpus":
-                known = ", ".join(name for name, long in SHORT.items() if long in (*COUNTS, *WORDS))
+            if key not in (*SHORT.values(), *WORDS, *LISTS):
                 raise UsageError(
-                    f"{OPTION} {text!r}: unknown key {name!r}", hint=f"known: {known}, schedule, cuts, recompute"
+                    f"{OPTION} {text!r}: unknown key {name!r}",
+                    hint=f"known: {', '.join(SHORT)}, schedule, cuts, recompute",
                 )
             if key in pins or not value:
                 problem = "is given twice" if value else "has no value"
@@ -90,14 +91,17 @@ def _num_cuts(written: Written) -> int:
 def complete(
     written: Written, profile: ModelProfile, cluster: Cluster, step: SolveRequest, *, origin: Origin
 ) -> Plan:  # fmt: skip
-    """Return the plan of hand-written degrees for the batch, optimizer and precision of `step`, priced.
+    """Return the plan of hand-written degrees for the batch, optimizer and precision of `step`, to be priced.
 
     It may not fit into memory. UsageError where there is no such plan.
     """
+    schedule = written.pins.get("schedule", WORDS["schedule"][0])
+    num_chunks = written.count("num_chunks", least_chunks(schedule))
+    if schedule not in WORDS["schedule"] or num_chunks > 1:
+        return _chunked(written, schedule, num_chunks, profile, cluster, step, origin)
     num_gpus = written_gpus(written, step.num_gpus)
-    pins = dict(written.pins)
-    pp = written.count("pp_degree", _num_cuts(written) + 1)
-    num_stages = pp * written.count("num_chunks", 1)
+    pins = {key: value for key, value in written.pins.items() if key != "num_chunks"}
+    pp = num_stages = written.count("pp_degree", _num_cuts(written) + 1)
     names = [layer.name for layer in profile.layers]
     pins.setdefault("dp_degree", str(num_gpus // pp // written.count("tp_degree", 1)))
     for key, value in (("pp_degree", str(pp)), ("tp_degree", "1"), ("schedule", "1f1b"), ("recompute", "none")):
@@ -130,6 +134,30 @@ def complete(
         message = error.message.replace("--pin", f"{OPTION} {written.text!r}:")
         raise UsageError(message, hint=error.hint) from None
     raise UsageError(f"{OPTION} {written.text!r}: no such plan: {conflict}", hint=EXAMPLE)
+
+
+def _chunked(
+    written: Written,
+    schedule: str,
+    num_chunks: int,
+    profile: ModelProfile,
+    cluster: Cluster,
+    step: SolveRequest,
+    origin: Origin,
+) -> Plan:
+    """Return the plan of degrees under a schedule that is not solved for: what is not written is as under 1f1b."""
+    option = f"{OPTION} {written.text!r}"
+    cuts, recompute = written.pins.get("cuts"), written.pins.get("recompute", "none")
+    if cuts == BEST or recompute == FIT:
+        raise UsageError(
+            f"{option}: cuts={BEST} and recompute={FIT} are for schedule {' and '.join(WORDS['schedule'])}",
+            hint="write cuts and recomputed layers, or leave them out",
+        )
+    if "pp_degree" not in written.pins:
+        raise UsageError(f"{option}: stages in {num_chunks} chunks need pp", hint="write pp=, the device groups")
+    alike = {key: value for key, value in written.pins.items() if key not in ("schedule", "num_chunks", *LISTS)}
+    plan = complete(Written(written.text, alike), profile, cluster, step, origin=origin)
+    return chunked(plan, profile, schedule, num_chunks, cuts, recompute, option)
 
 
 def _roomy(cluster: Cluster) -> Cluster:
