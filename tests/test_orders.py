@@ -93,7 +93,11 @@ def test_plan_in_a_wrong_order_is_refused(towers: ModelProfile) -> None:
 
 
 def check_exact(plan: Plan, profile: ModelProfile, path: Path, pool: WorkerPool) -> None:
-    write_plan(emit(plan, profile), path)
+    text = emit(plan, profile)
+    recorded = [layer.name for layer in profile.layers]
+    first = plan.stages[0].layers
+    assert (f"{first[0]} ... {first[-1]}" in text) == (len(first) > 1 and list(first) == recorded[: len(first)])
+    write_plan(text, path)
     assert [stage.layers for stage in read_plan(path).stages] == [stage.layers for stage in plan.stages]
     report = verify(path, pool=pool, timeout_s=120)
     assert report.ok, report.rows[:3]

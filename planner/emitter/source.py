@@ -5,7 +5,7 @@ import hashlib
 import importlib.resources
 import json
 import pprint
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planner.emitter.check import check_generated, check_header
@@ -19,7 +19,7 @@ from planner.errors import EmitError
 from planner.graph import shared_storages
 from planner.model_profile import Loss, ModelProfile
 from planner.orders import profile_of_plan
-from planner.plan import Plan
+from planner.plan import Plan, Stage
 from planner.runnable import unrunnable
 from planner.units import counted, format_bytes, format_seconds
 
@@ -39,13 +39,20 @@ def emit(plan: Plan, profile: ModelProfile) -> str:
             f"no code can be written yet for this plan: it {problem}",
             hint="solve without --theoretical for one that can",
         )
+    recorded = [layer.name for layer in profile.layers]
     profile = profile_of_plan(profile, [name for stage in plan.stages for name in stage.layers])
     stages = stage_codes(plan, profile)
     groups = tied_groups(profile)
     tied = frozenset(name for group in groups for name in group)
     imports, helpers = helper_section()
-    header = [f'"""{docstring_text(_docstring(plan, profile))}"""', "", *imports, "", "PLAN = " + _literal(plan)]
-    generated = list(wrap_lines(_generated(plan, profile, stages, groups, tied)))
+    header = [
+        f'"""{docstring_text(_docstring(plan, profile, recorded))}"""',
+        "",
+        *imports,
+        "",
+        "PLAN = " + _literal(plan),
+    ]
+    generated = list(wrap_lines(_generated(plan, profile, stages, groups, tied, recorded)))
     check_header("\n".join(header))
     check_generated("\n".join(generated))
     lines = [
@@ -83,7 +90,12 @@ def tied_groups(profile: ModelProfile) -> list[tuple[str, ...]]:
 
 
 def _generated(
-    plan: Plan, profile: ModelProfile, stages: list[StageCode], groups: list[tuple[str, ...]], tied: frozenset[str]
+    plan: Plan,
+    profile: ModelProfile,
+    stages: list[StageCode],
+    groups: list[tuple[str, ...]],
+    tied: frozenset[str],
+    recorded: Sequence[str],
 ) -> Iterator[str]:
     written: set[str] = set()
     for stage in stages:
@@ -95,7 +107,7 @@ def _generated(
                 yield ""
     for stage in stages:
         counting = stage_counting(stage, profile)
-        yield from stage_code(stage, profile.program, tied, _stage_summary(plan, stage.index), counting)
+        yield from stage_code(stage, profile.program, tied, _stage_summary(plan, stage.index, recorded), counting)
         yield ""
         yield ""
     names = [f"Stage{stage.index}" for stage in stages]
@@ -134,23 +146,31 @@ def _argument_lines(profile: ModelProfile) -> Iterator[str]:
     yield f"CONSTANTS = {{{constants}}}"
 
 
-def _stage_summary(plan: Plan, index: int) -> str:
+def _layers_text(stage: Stage, recorded: Sequence[str]) -> str:
+    """Return a stage's layers: the first and the last of neighbours in the recorded order, else each."""
+    if len(stage.layers) == 1:
+        return stage.layers[0]
+    first = recorded.index(stage.layers[0])
+    if tuple(recorded[first : first + len(stage.layers)]) != stage.layers:
+        return ", ".join(stage.layers)
+    return f"{stage.layers[0]} ... {stage.layers[-1]}"
+
+
+def _stage_summary(plan: Plan, index: int, recorded: Sequence[str]) -> str:
     stage = plan.stages[index]
-    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
+    layers = _layers_text(stage, recorded)
     gpus = ", ".join(map(str, stage.gpus[:8])) + (" ..." if len(stage.gpus) > 8 else "")
     return f"{docstring_text(layers)} on GPU{'s' if len(stage.gpus) > 1 else ''} {gpus}."
 
 
-def _docstring(plan: Plan, profile: ModelProfile) -> str:
+def _docstring(plan: Plan, profile: ModelProfile, recorded: Sequence[str]) -> str:
     rows = [("stage", "layers", "tp", "dp", "recomputed", "time / microbatch", "peak memory")]
     for index, stage in enumerate(plan.stages):
         predicted = plan.prediction.stages[index] if plan.prediction else None
         rows.append(
             (
                 str(index),
-                stage.layers[0]
-                if len(stage.layers) == 1
-                else f"{stage.layers[0]} ... {stage.layers[-1]} ({len(stage.layers)})",
+                _layers_text(stage, recorded) + (f" ({len(stage.layers)})" if len(stage.layers) > 1 else ""),
                 str(stage.tp_degree),
                 str(stage.dp_degree),
                 str(len(stage.recompute)),
