@@ -128,6 +128,22 @@ def test_towers_stand_on_devices_of_their_own_and_run_at_once() -> None:
     ]  # fmt: skip
 
 
+def test_runners_up_have_the_order_of_the_best_plan() -> None:
+    """The runner-up by schedule is the best plan of the other schedule, whose towers run at once too."""
+    pins = (("pp_degree", "3"), ("microbatch_size", "1"))
+    asked = SolveRequest(num_gpus=3, global_batch_size=3, pins=pins, top=1)
+    solution = solve(towers(3), make_cluster(3), asked, origin=ORIGIN)
+    assert solution.plan is not None
+    other = SolveRequest(
+        num_gpus=3, global_batch_size=3, pins=pins, exclusions=(("schedule", solution.plan.schedule),), top=0
+    )
+    best = solve(towers(3), make_cluster(3), other, origin=ORIGIN).plan
+    assert best is not None
+    assert best.prediction is not None
+    assert [found.schedule for found in solution.runners_up] == [best.schedule]
+    assert solution.runners_up[0].step_time_s == pytest.approx(best.prediction.step_time_s)
+
+
 def test_many_orders_are_searched_in_part_and_the_gap_says_so() -> None:
     profile, cluster = towers(6), make_cluster(3)
     solution = solve(profile, cluster, request(3, 6, ("pp_degree", "3")), origin=ORIGIN)

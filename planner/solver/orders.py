@@ -160,3 +160,10 @@ def space_in_order_of(space: Space, plan: Plan) -> Space:
         return space
     place = {name: index for index, name in enumerate(recorded)}
     return space_in_order(space, tuple(place[name] for name in plan.layers))
+
+
+def space_of_plan(space: Space, plan: Plan) -> Space:
+    """Return the same constraints on the profile in the order of a plan's layers."""
+    recorded = [layer.name for layer in space.pricer.profile.layers]
+    names = [name for stage in plan.stages for name in stage.layers]
+    return space if names == recorded else space_in_order(space, tuple(recorded.index(name) for name in names))

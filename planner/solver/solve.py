@@ -10,6 +10,7 @@ from planner.plan import Asked, Origin, SolverReport
 from planner.solver.find import Found, find, make_space, silent
 from planner.solver.graph_search import find_in_other_orders
 from planner.solver.infeasible import find_conflict
+from planner.solver.orders import space_of_plan
 from planner.solver.repairs import MAX_NODES, Enlarge, Repairs
 from planner.solver.request import SolveRequest
 from planner.solver.runners_up import runners_up
@@ -84,7 +85,9 @@ def solve(
             theoretical=request.theoretical,
         ),
     )
-    others = runners_up(space, origin, found, request.top, progress=progress, time_limit_s=left_s())
+    others = runners_up(
+        space_of_plan(space, best), origin, found, request.top, progress=progress, time_limit_s=left_s()
+    )
     return Solution(
         status=report.status,
         plan=best.model_copy(update={"solver": report, "runners_up": others}),
