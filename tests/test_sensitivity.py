@@ -83,6 +83,20 @@ def test_links_of_node_groups_change_with_the_others() -> None:
         assert scaled == (None if value is None else pytest.approx(value * 1e7))
 
 
+def test_what_is_not_proven_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, cluster = equal_profile(6, activation=100), make_cluster(4, intra=(1e4, 0.01))
+    request = SolveRequest(num_gpus=4, global_batch_size=8, top=0)
+    plan = solve(profile, cluster, request, origin=ORIGIN).plan
+    assert plan is not None
+    monkeypatch.setattr(sensitivity, "MAX_NODES", 0)
+    found = sensitivity.sensitivity(plan, profile, cluster, request)
+    assert found.is_complete
+    assert 0 < found.num_unproven <= found.num_searches
+    text = io.StringIO()
+    Console(file=text, width=200).print(sensitivity_table(plan, found))
+    assert f"not proven in {found.num_unproven} of {found.num_searches} searches" in text.getvalue()
+
+
 def test_constraints_cost_what_the_best_plan_without_them_saves() -> None:
     profile, cluster = equal_profile(6, activation=100), make_cluster(4, intra=(1e4, 0.01))
     pins = (("pp_degree", "4"), ("schedule", "gpipe"))

@@ -12,7 +12,7 @@ from planner.plan import Plan
 from planner.report.text import percent
 from planner.solver.differences import reason, slower_fraction, step_time_s, summary
 from planner.solver.sensitivity import Beyond, Price, Range, Sensitivity
-from planner.units import format_bandwidth, format_bytes, format_seconds
+from planner.units import counted, format_bandwidth, format_bytes, format_seconds
 
 
 def sensitivity_table(plan: Plan, found: Sensitivity) -> RenderableType:
@@ -31,6 +31,9 @@ def sensitivity_table(plan: Plan, found: Sensitivity) -> RenderableType:
             one.quantity, _amount(one, one.now), *_ends(one), _beyond(one.below, plan), _beyond(one.above, plan)
         )
     lines = [Text(_price(plan, price)) for price in found.prices]
+    if found.num_unproven:
+        shown = f"{found.num_unproven} of {counted(found.num_searches, 'search', 'searches')}"
+        lines.append(Text(f"not proven in {shown}: no faster plan was found, nor shown not to exist"))
     if not found.is_complete:
         lines.append(Text("ended before all ranges were found"))
     return Group(table, *lines)
@@ -79,6 +82,7 @@ def sensitivity_json(found: Sensitivity) -> dict[str, Any]:
         "better": None if found.better is None else summary(found.better),
         "is_complete": found.is_complete,
         "num_searches": found.num_searches,
+        "num_unproven": found.num_unproven,
         "constraints": [
             {
                 "constraint": price.constraint,

@@ -38,6 +38,10 @@ class Found:
     lower_bound_s: float
     outcome: Outcome
 
+    def was_stopped(self, max_nodes: int) -> bool:
+        """Return whether the time was up or people wanted no more, rather than `max_nodes` reached or a gap left."""
+        return self.outcome.was_ended and self.outcome.num_nodes <= max_nodes
+
     @property
     def is_proven(self) -> bool:
         """Whether the search went to its end: nothing beats the plan, or, without one, what was to beat."""

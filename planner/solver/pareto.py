@@ -108,7 +108,7 @@ def _points(
             raise EndedError
         progress(label, done, total)
         found = find(space, best.plan.origin, time_limit_s=time_left_s, max_nodes=MAX_NODES)
-        if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
+        if found.was_stopped(MAX_NODES):
             raise EndedError
         return found
 

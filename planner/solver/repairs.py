@@ -84,13 +84,13 @@ class Repairs:
                 summary=summary(found.plan),
                 instead=_instead(self.request, request, found.plan),
             )
-        if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
+        if found.was_stopped(MAX_NODES):
             raise EndedError
 
     def _exists(self, cluster: Cluster, request: SolveRequest) -> bool:
         """Return whether there is a plan, as far as a short search tells; EndedError after one that was ended."""
         found = self._resolve(cluster, request, True)
-        if found.plan is None and not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
+        if found.plan is None and found.was_stopped(MAX_NODES):
             raise EndedError
         return found.plan is not None
 

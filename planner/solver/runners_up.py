@@ -76,7 +76,7 @@ def _search(
         known = {_degrees(plan) for plan in (best, *(plan for plan, _ in others))}
         if found.plan is not None and (_degrees(found.plan) not in known or other.pins != space.pins):
             others.append((found.plan, found.gap_fraction))
-        if not found.is_proven and found.outcome.num_nodes <= MAX_NODES:
+        if found.was_stopped(MAX_NODES):
             return  # its time is up, or people want no more
 
 

@@ -73,6 +73,8 @@ class Sensitivity:
     better: Plan | None = None
     is_complete: bool = True
     num_searches: int = 0
+    num_unproven: int = 0
+    """searches that found nothing faster, and did not show that there is nothing"""
 
 
 class _Prober:
@@ -88,7 +90,7 @@ class _Prober:
         left_s: TimeLeft,
     ) -> None:
         self.plan, self.profile, self.request = plan, profile, request
-        self.num_searches = 0
+        self.num_searches = self.num_unproven = 0
         self._share = 1 - max(within_fraction, SAME)
         self._progress, self._left_s = progress, left_s
 
@@ -135,8 +137,9 @@ class _Prober:
             max_nodes=MAX_NODES,
             any_plan=any_plan,
         )
-        if found.plan is None and not found.is_proven:
+        if found.plan is None and found.was_stopped(MAX_NODES):
             raise EndedError
+        self.num_unproven += found.plan is None and not found.is_proven
         return found
 
 
@@ -168,7 +171,7 @@ def sensitivity(
             answer.ranges.append(_bandwidth(prober, cluster, "bandwidth inside a node"))
     except (EndedError, KeyboardInterrupt):
         answer.is_complete = False
-    answer.num_searches = prober.num_searches
+    answer.num_searches, answer.num_unproven = prober.num_searches, prober.num_unproven
     return answer
 
 
