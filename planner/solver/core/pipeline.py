@@ -20,7 +20,8 @@ the step takes at least, under 1F1B,
     (5)  sum: R + what the layers in front take at least on the G - g GPUs left <= T
 
 where T is searched in intervals [low, high]: with H >= low - D - c, (1) gives (m - 1) c <= limit - low + D and
-(m - w) c <= limit - low - D, so that `most_s` is near to what balanced stages take, and D bounded from above. What the
+(m - w) c <= limit - low - D, so that `most_s` is near to what balanced stages take, and D is bounded from above. A
+stage with D < (m - 1) c - limit + low is not allowed, so that what is in front of it counts no less for R. What the
 first stage prepares and finishes is a part of H and T: every microbatch's way begins and ends there.
 """
 

@@ -1,6 +1,6 @@
 """One dynamic program over suffixes of pipelines: within a limit, and with the sum T in an interval. See `pipeline`."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
@@ -51,9 +51,10 @@ class Limited:
         self._remade[w] = found
         return found
 
-    def stages(self, position: int, chosen: Ints) -> tuple[Pairs, Floats]:
-        """Return candidates, and their recomputation at a position."""
-        return self.pairs[chosen], self.remade(position)[chosen]
+    def stages(self, position: int, chosen: Ints) -> "Stages":
+        """Return candidates at a position."""
+        pairs, remade = self.pairs[chosen], self.remade(position)[chosen]
+        return Stages(pairs, remade, pairs.back, _most_own(pairs, remade))
 
     @cached_property
     def merged(self) -> "Merged":
@@ -105,6 +106,25 @@ class Limited:
             self._front.insert(0, front)
 
 
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Candidates at a position: what they take at least, recomputation beside, and what they take at most.
+
+    `most_back` bounds the gradients' way back, `most_own` c and the values' way in.
+    """
+
+    pairs: Pairs
+    remade: Floats
+    most_back: Floats
+    most_own: Floats
+
+
+def _most_own(pairs: Pairs, remade: Floats) -> Floats:
+    """Return c and the values' way in at most: where any layer is recomputed, no more than all are."""
+    again = np.where(remade > 0, pairs.forward, 0.0)
+    return pairs.forward + pairs.backward + again + pairs.arrive
+
+
 class Merged:
     """The candidates of a limit, those of the same layers and as many GPUs as one."""
 
@@ -119,26 +139,31 @@ class Merged:
             pairs.first[one], pairs.stop[one], np.full(len(one), -1), pairs.gpus[one],
             self._least(pairs.forward), self._least(pairs.backward), *least.values(),
         )  # fmt: skip
-        self._by_flight: dict[int, tuple[Floats, Floats]] = {}
+        self._most_back = self._most(pairs.back)
+        self._by_flight: dict[int, tuple[Floats, Floats, Floats]] = {}
 
     def _least(self, values: Floats) -> Floats:
         return np.minimum.reduceat(values[self._order], self._starts) if len(self._starts) else values
 
-    def stages(self, position: int, chosen: Ints) -> tuple[Pairs, Floats]:
-        """Return candidates, and their recomputation at a position: none, where their backward includes it."""
+    def _most(self, values: Floats) -> Floats:
+        return np.maximum.reduceat(values[self._order], self._starts) if len(self._starts) else values
+
+    def stages(self, position: int, chosen: Ints) -> Stages:
+        """Return candidates at a position; their backward includes their recomputation."""
         w = self.limited.chain.in_flight(position)
         if w not in self._by_flight:
             remade, of = self.limited.remade(position), self.limited.pairs
             forward = self._least(np.where(np.isfinite(remade), of.forward, inf))
             if len(self._by_flight) * len(forward) > _KEPT:
                 self._by_flight.pop(next(iter(self._by_flight)))
-            self._by_flight[w] = (forward, self._least(of.backward + remade))
-        forward, backward = (values[chosen] for values in self._by_flight[w])
+            most = self._most(np.where(np.isfinite(remade), _most_own(of, remade), 0.0))
+            self._by_flight[w] = (forward, self._least(of.backward + remade), most)
+        forward, backward, most = (values[chosen] for values in self._by_flight[w])
         fits = np.isfinite(forward)
         found = replace(
             self.pairs[chosen], forward=np.where(fits, forward, 0.0), backward=np.where(fits, backward, 0.0)
         )  # fmt: skip
-        return found, np.where(fits, 0.0, inf)
+        return Stages(found, np.where(fits, 0.0, inf), self._most_back[chosen], most)
 
 
 class Run:
@@ -197,11 +222,11 @@ class Run:
         able = np.flatnonzero(base.forward + base.backward <= max(self.caps) * (1 + EPSILON))
         table = np.full((count + 1, self.width), inf)
         table[count, 0] = 0.0
-        self.tables = [table]
+        self.tables, self.sums = [table], [np.zeros(count + 1)]
         for position in range(1, len(self.caps) + 1):
             self.pipelines.check()
             chosen = able[self._viable(position, base, able, table)]
-            table = self._extend(position, *source.stages(position, chosen), table)
+            table = self._extend(position, source.stages(position, chosen), table)
             self.tables.append(table)
             if position in chain.stage_counts and np.isfinite(table[0]).any():
                 return position
@@ -251,33 +276,50 @@ class Run:
         budget[used > high[:, None]] = -1.0
         return budget
 
-    def _most_behind(self, position: int, pairs: Pairs, remade: Floats) -> Floats:
-        """Return the largest D that the limit leaves each stage at a position; negative where it can't stand there."""
-        chain, pipelines = self.chain, self.pipelines
+    def _most_behind(self, position: int, stages: Stages) -> Floats:
+        """Return the largest D that the limit leaves each stage at a position; negative where it can't stand there.
+
+        H is at least low - D - c, for the largest D that suffixes from the stage's last layer on have.
+        """
+        chain, pipelines, pairs, remade = self.chain, self.pipelines, stages.pairs, stages.remade
         f, b = pairs.forward, pairs.backward + np.where(np.isfinite(remade), remade, 0.0)
         ends = pipelines.ends_of(pairs)
         if chain.schedule == "gpipe":  # H + D = T - c
             fits = self.low + (chain.num_microbatches - 1) * (f + b) <= self.limit
         else:
-            ends = np.maximum(ends, self.low - self.behind[position - 1] - f - b)
+            behind = np.minimum(self.behind[position - 1], self.sums[position - 1][pairs.stop] + stages.most_back)
+            ends = np.maximum(ends, self.low - behind - f - b)
             fits = np.ones(len(f), dtype=bool)
         most = np.where(fits, most_behind_s(chain, position, f, b, self.limit - ends), -1.0)
         if not chain.linked:
             most = np.where(most >= 0, inf, -1.0)
         return np.where(np.isfinite(remade), most, -1.0)
 
-    def _extend(self, position: int, pairs: Pairs, remade: Floats, table: Floats) -> Floats:
-        """Return the least sums with one stage more in front."""
-        width = self.width
+    def _least_behind(self, stages: Stages) -> Floats:
+        """Return the least D of every stage: limit >= H + m c >= low - D + (m - 1) c."""
+        if self.chain.schedule == "gpipe" or not self.chain.linked:
+            return np.full(len(stages.remade), -inf)
+        remade = np.where(np.isfinite(stages.remade), stages.remade, 0.0)
+        c = stages.pairs.forward + stages.pairs.backward + remade
+        return np.asarray((self.chain.num_microbatches - 1) * c - self.slack, dtype=np.float64)
+
+    def _extend(self, position: int, stages: Stages, table: Floats) -> Floats:
+        """Return the least sums with one stage more in front, and add the largest to `sums`."""
+        width, pairs = self.width, stages.pairs
+        sums = np.zeros(len(table))
+        self.sums.append(sums)
         new = np.full_like(table, inf)
-        least = table.min(axis=1)
-        most = self._most_behind(position, pairs, remade)
-        alive = np.flatnonzero(least[pairs.stop] + pairs.back <= most)
+        reached = table.min(axis=1)
+        most = self._most_behind(position, stages)
+        alive = np.flatnonzero(reached[pairs.stop] + pairs.back <= most)
         if not len(alive):
             return new
         first, stop = pairs.first[alive], pairs.stop[alive]
-        own = pairs.own(remade)[alive]
+        own = pairs.own(stages.remade)[alive]
+        behind = np.minimum(self.sums[position - 1][stop] + stages.most_back[alive], most[alive])
+        np.maximum.at(sums, first, behind + stages.most_own[alive])
         back, most = pairs.back[alive], most[alive]
+        least = self._least_behind(stages)[alive] - back
         padded = np.full((len(table), 3 * width), inf)
         padded[:, width : 2 * width] = table
         flat = padded.ravel()
@@ -290,6 +332,7 @@ class Run:
             ends = min(starts + block, len(first))
             part = slice(starts, ends)
             values = flat[base[part, None] + columns[None, :]]
+            np.maximum(values, least[part, None], out=values)
             values[values > (most - back)[part, None]] = inf
             values += own[part, None]
             rows, where = np.unique(first[part], return_index=True)
@@ -305,12 +348,13 @@ class Run:
         first, used = 0, int(self.lows[position][0]) + column
         while position > 0:
             index = np.flatnonzero(self.limited.pairs.first == first)
-            pairs, remade = self.limited.pairs[index], self.limited.remade(position)[index]
-            most = self._most_behind(position, pairs, remade)
+            stages = self.limited.stages(position, index)
+            pairs, most = stages.pairs, self._most_behind(position, stages)
             at = used - pairs.gpus - self.lows[position - 1][pairs.stop]
             inside = (at >= 0) & (at < self.width)
             behind = np.where(inside, self.tables[position - 1][pairs.stop, np.clip(at, 0, self.width - 1)], inf)
-            total = np.where(behind <= most - pairs.back, behind + pairs.own(remade), inf)
+            behind = np.maximum(behind, self._least_behind(stages) - pairs.back)
+            total = np.where(behind <= most - pairs.back, behind + pairs.own(stages.remade), inf)
             best = int(np.argmin(total))
             pieces.append(Piece(int(pairs.first[best]), int(pairs.stop[best]), int(pairs.option[best])))
             used -= int(pairs.gpus[best])
