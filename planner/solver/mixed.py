@@ -24,7 +24,7 @@ from planner.solver.stage_options import StageOptions, Ways, gpus_of
 
 MIXED_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
 MAX_SIZE = 3_000_000  # of a search to the end, in steps of its tables
-PRECISION = 1e-3  # of the interval of sums in which a bound is looked for, of the step time
+PRECISION = 2e-4  # of the interval of sums in which a bound is looked for, of the step time
 SHARES = (1.0, 0.99, 0.98, 0.95, 0.9)  # of the incumbent's limit, one of which is refuted
 COARSE = 1.04  # by how much a limit is raised until there is a first plan
 

@@ -158,3 +158,24 @@ def most_behind_s(chain: Chain, position: int, f: Floats, b: Floats, room: Float
                 np.minimum(most, (spare - w * f) / (trips + round_trips), out=most)
                 np.minimum(most, (spare - f) / (trips + round_trips + 1), out=most)
     return np.where(least, most, -1.0)
+
+
+def most_between_s(chain: Chain, position: int, f: Floats, b: Floats, slack: Floats | float) -> Floats:
+    """Return the largest D with `within_s` - D - c <= slack, limit - low: (1) with H = T - D - c; negative: none.
+
+    What asks for a large D, m c - c - D <= slack, is left to `Run._least_behind`.
+    """
+    m, w, c = chain.num_microbatches, chain.in_flight(position), f + b
+    if chain.schedule == "gpipe":
+        return np.where((m - 1) * c <= slack, np.inf, -1.0)
+    rounds = (m - w) * c
+    fits = (rounds - c + f + w * b <= slack) & (rounds - c + w * f + b <= slack)
+    most = np.full(len(c), np.inf)
+    if w < m:
+        most = np.minimum(most, slack - rounds)
+        for trips, end, round_trips in (((m - w) // w, w * b, 0), ((m - w - 1) // w, b, 1)):
+            spare = slack + c - rounds + trips * (w - 1) * c - end
+            for start, more in ((w * f, 0), (f, 1)):
+                if (times := trips + round_trips + more - 1) > 0 and trips:
+                    np.minimum(most, (spare - start) / times, out=most)
+    return np.where(fits, most, -1.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.solver.core.lattice import Bools, Floats
-from planner.solver.core.pipeline import EPSILON, Ints, Pairs, Piece, most_behind_s
+from planner.solver.core.pipeline import EPSILON, Ints, Pairs, Piece, most_behind_s, most_between_s
 
 if TYPE_CHECKING:
     from planner.solver.core.pipelines import Pipelines
@@ -54,7 +54,7 @@ class Limited:
     def stages(self, position: int, chosen: Ints) -> "Stages":
         """Return candidates at a position."""
         pairs, remade = self.pairs[chosen], self.remade(position)[chosen]
-        return Stages(pairs, remade, pairs.back, _most_own(pairs, remade))
+        return Stages(pairs, remade)
 
     @cached_property
     def merged(self) -> "Merged":
@@ -108,21 +108,10 @@ class Limited:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Candidates at a position: what they take at least, recomputation beside, and what they take at most.
-
-    `most_back` bounds the gradients' way back, `most_own` c and the values' way in.
-    """
+    """Candidates at a position, and the seconds of recomputation that they need there."""
 
     pairs: Pairs
     remade: Floats
-    most_back: Floats
-    most_own: Floats
-
-
-def _most_own(pairs: Pairs, remade: Floats) -> Floats:
-    """Return c and the values' way in at most: where any layer is recomputed, no more than all are."""
-    again = np.where(remade > 0, pairs.forward, 0.0)
-    return pairs.forward + pairs.backward + again + pairs.arrive
 
 
 class Merged:
@@ -139,14 +128,10 @@ class Merged:
             pairs.first[one], pairs.stop[one], np.full(len(one), -1), pairs.gpus[one],
             self._least(pairs.forward), self._least(pairs.backward), *least.values(),
         )  # fmt: skip
-        self._most_back = self._most(pairs.back)
-        self._by_flight: dict[int, tuple[Floats, Floats, Floats]] = {}
+        self._by_flight: dict[int, tuple[Floats, Floats]] = {}
 
     def _least(self, values: Floats) -> Floats:
         return np.minimum.reduceat(values[self._order], self._starts) if len(self._starts) else values
-
-    def _most(self, values: Floats) -> Floats:
-        return np.maximum.reduceat(values[self._order], self._starts) if len(self._starts) else values
 
     def stages(self, position: int, chosen: Ints) -> Stages:
         """Return candidates at a position; their backward includes their recomputation."""
@@ -156,14 +141,13 @@ class Merged:
             forward = self._least(np.where(np.isfinite(remade), of.forward, inf))
             if len(self._by_flight) * len(forward) > _KEPT:
                 self._by_flight.pop(next(iter(self._by_flight)))
-            most = self._most(np.where(np.isfinite(remade), _most_own(of, remade), 0.0))
-            self._by_flight[w] = (forward, self._least(of.backward + remade), most)
-        forward, backward, most = (values[chosen] for values in self._by_flight[w])
+            self._by_flight[w] = (forward, self._least(of.backward + remade))
+        forward, backward = (values[chosen] for values in self._by_flight[w])
         fits = np.isfinite(forward)
         found = replace(
             self.pairs[chosen], forward=np.where(fits, forward, 0.0), backward=np.where(fits, backward, 0.0)
         )  # fmt: skip
-        return Stages(found, np.where(fits, 0.0, inf), self._most_back[chosen], most)
+        return Stages(found, np.where(fits, 0.0, inf))
 
 
 class Run:
@@ -173,7 +157,6 @@ class Run:
         self.limited, self.pipelines, self.chain = limited, limited.pipelines, limited.chain
         self.limit, self.low, self.high = limit_s, low_s, high_s
         self.slack = max(0.0, limit_s - low_s)
-        self.behind: list[float] = []
         self.caps: list[float] = []
         self._bound_positions()
         self.tables: list[Floats] = []
@@ -197,7 +180,6 @@ class Run:
                 at = min(behind, crossing)
                 most = (slack + at) / (m - 1)
                 step = min((slack + behind) / (m - 1), (slack - behind) / (m - w))
-            self.behind.append(behind)
             self.caps.append(min(most, by_all))
             behind = min(behind + min(max(step, 0.0), by_all), self.high)
 
@@ -222,7 +204,7 @@ class Run:
         able = np.flatnonzero(base.forward + base.backward <= max(self.caps) * (1 + EPSILON))
         table = np.full((count + 1, self.width), inf)
         table[count, 0] = 0.0
-        self.tables, self.sums = [table], [np.zeros(count + 1)]
+        self.tables = [table]
         for position in range(1, len(self.caps) + 1):
             self.pipelines.check()
             chosen = able[self._viable(position, base, able, table)]
@@ -277,21 +259,13 @@ class Run:
         return budget
 
     def _most_behind(self, position: int, stages: Stages) -> Floats:
-        """Return the largest D that the limit leaves each stage at a position; negative where it can't stand there.
-
-        H is at least low - D - c, for the largest D that suffixes from the stage's last layer on have.
-        """
+        """Return the largest D that the limit leaves each stage at a position; negative where it can't stand there."""
         chain, pipelines, pairs, remade = self.chain, self.pipelines, stages.pairs, stages.remade
         f, b = pairs.forward, pairs.backward + np.where(np.isfinite(remade), remade, 0.0)
-        ends = pipelines.ends_of(pairs)
-        if chain.schedule == "gpipe":  # H + D = T - c
-            fits = self.low + (chain.num_microbatches - 1) * (f + b) <= self.limit
+        most = most_behind_s(chain, position, f, b, self.limit - pipelines.ends_of(pairs))
+        if chain.linked:
+            most = np.minimum(most, most_between_s(chain, position, f, b, self.slack))
         else:
-            behind = np.minimum(self.behind[position - 1], self.sums[position - 1][pairs.stop] + stages.most_back)
-            ends = np.maximum(ends, self.low - behind - f - b)
-            fits = np.ones(len(f), dtype=bool)
-        most = np.where(fits, most_behind_s(chain, position, f, b, self.limit - ends), -1.0)
-        if not chain.linked:
             most = np.where(most >= 0, inf, -1.0)
         return np.where(np.isfinite(remade), most, -1.0)
 
@@ -304,10 +278,8 @@ class Run:
         return np.asarray((self.chain.num_microbatches - 1) * c - self.slack, dtype=np.float64)
 
     def _extend(self, position: int, stages: Stages, table: Floats) -> Floats:
-        """Return the least sums with one stage more in front, and add the largest to `sums`."""
+        """Return the least sums with one stage more in front."""
         width, pairs = self.width, stages.pairs
-        sums = np.zeros(len(table))
-        self.sums.append(sums)
         new = np.full_like(table, inf)
         reached = table.min(axis=1)
         most = self._most_behind(position, stages)
@@ -316,8 +288,6 @@ class Run:
             return new
         first, stop = pairs.first[alive], pairs.stop[alive]
         own = pairs.own(stages.remade)[alive]
-        behind = np.minimum(self.sums[position - 1][stop] + stages.most_back[alive], most[alive])
-        np.maximum.at(sums, first, behind + stages.most_own[alive])
         back, most = pairs.back[alive], most[alive]
         least = self._least_behind(stages)[alive] - back
         padded = np.full((len(table), 3 * width), inf)
