@@ -9,6 +9,7 @@ from planner.solver.core.lattice import Floats
 from planner.solver.core.pipeline import EPSILON, Chain, Ints, Pairs, Piece, within_s
 from planner.solver.core.pipeline_run import Limited, Run
 
+BELOW = 1e-9  # relative
 REUSED = 1.05  # candidates within a limit serve for limits that are smaller by no more
 
 
@@ -74,7 +75,8 @@ class Pipelines:
             if self._limited is not None:
                 self._limited.refine()
             total = self.total_s(pieces)
-            at = total if low + 0.1 * (high - low) < total < high - 0.1 * (high - low) else (low + high) / 2
+            at = total * (1 - BELOW)  # no T in the lower part is that of these stages
+            at = at if low + 0.1 * (high - low) < at < high else (low + high) / 2
             intervals += [(at, high), (low, at)]
         return True
 
