@@ -13,87 +13,77 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.schedule import Action
+from planner.schedule import KINDS, Action
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-KINDS = {"F": 0, "B": 1, "I": 2, "W": 3}
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Messages that leave at the end of a level's actions, at most one of each."""
+
+    senders: Ints  # positions in the level
+    messages: Ints  # forward ones at 2 i, those back at 2 i + 1
+    links: Ints
+    receivers: Ints  # actions in the order of levels
+    is_unique: bool  # no two go to one receiver
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Actions that run at once, and the messages that leave when they end, in rounds of one message per receiver."""
+    """Actions that run at once."""
 
     actions: slice  # of the actions in the order of levels
     groups: Ints
-    rounds: "tuple[_Round, ...]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    senders: Ints  # positions in the level
-    links: Ints
-    receivers: Ints  # actions in the order of levels
+    rounds: tuple[_Round, ...]
 
 
 class Order:
     """The levels of the action lists of a plan's device groups, and of the messages between its stages.
 
-    `links` are (source stage, target stage, whether gradients come back), as in `simulation.Message`. ValueError where
-    the lists wait for one another for ever.
+    `messages` are (source stage, target stage, whether gradients come back), as in `simulation.Message`, and `group_of`
+    says which group has a stage. ValueError where the lists wait for one another for ever.
     """
 
-    def __init__(self, actions: Sequence[Sequence[Action]], links: Sequence[tuple[int, int, bool]]) -> None:
-        self.num_groups, self.num_links = len(actions), len(links)
+    def __init__(
+        self,
+        actions: Sequence[Sequence[Action]],
+        messages: Sequence[tuple[int, int, bool]],
+        group_of: Sequence[int],
+    ) -> None:
+        self.num_messages, self.num_stages = len(messages), len(group_of)
         flat = [action for todo in actions for action in todo]
-        kind = np.array([KINDS[action.kind] for action in flat], dtype=np.int64)
+        kind = np.array([KINDS.index(action.kind) for action in flat], dtype=np.int64)
         stage = np.array([action.stage for action in flat], dtype=np.int64)
         microbatch = np.array([action.microbatch for action in flat], dtype=np.int64)
-        self.num_stages, count = int(stage.max()) + 1, int(microbatch.max()) + 1
-        # The one action that runs a stage's forward, or its (input) backward, of a microbatch.
-        forward_of = np.full((self.num_stages, count), -1, dtype=np.int64)
-        backward_of = np.full((self.num_stages, count), -1, dtype=np.int64)
-        is_forward, is_backward = kind == _FORWARD, (kind == _BACKWARD) | (kind == _INPUT)
-        forward_of[stage[is_forward], microbatch[is_forward]] = np.flatnonzero(is_forward)
-        backward_of[stage[is_backward], microbatch[is_backward]] = np.flatnonzero(is_backward)
-        sends = self._messages(links, forward_of, backward_of)
-        self._levels(actions, sends)
+        # The one action that runs a stage's forward, or its backward (of inputs), of a microbatch.
+        at = np.full((2, self.num_stages, int(microbatch.max()) + 1), -1, dtype=np.int64)
+        for way, kinds in enumerate((("F",), ("B", "I"))):
+            chosen = np.isin(kind, [KINDS.index(name) for name in kinds])
+            at[way, stage[chosen], microbatch[chosen]] = np.flatnonzero(chosen)
+        links: dict[tuple[int, int], int] = {}
+        sent: list[NDArray[np.int64]] = []
+        for index, (source, target, has_gradient) in enumerate(messages):
+            for way, (a, b) in enumerate(((source, target), (target, source))[: 1 + has_gradient]):
+                link = links.setdefault((group_of[a], group_of[b]), len(links))
+                count = at.shape[2]
+                sent.append(np.array([at[way, a], at[way, b], np.full(count, 2 * index + way), np.full(count, link)]))
+        self._num_links = len(links)
+        self._sort(actions, np.concatenate(sent, axis=1) if sent else np.zeros((4, 0), dtype=np.int64))
         self._duration = (stage * len(KINDS) + kind)[self._by_level]
 
-    @staticmethod
-    def _messages(
-        links: Sequence[tuple[int, int, bool]], forward_of: Ints, backward_of: Ints
-    ) -> list[tuple[int, Ints, Ints]]:
-        """Return (link, senders, receivers) by link and direction; link 2 i goes forward, 2 i + 1 back."""
-        sends = []
-        for index, (source, target, has_gradient) in enumerate(links):
-            sends.append((2 * index, forward_of[source], forward_of[target]))
-            if has_gradient:
-                sends.append((2 * index + 1, backward_of[target], backward_of[source]))
-        return sends
-
-    def _levels(self, actions: Sequence[Sequence[Action]], sends: Sequence[tuple[int, Ints, Ints]]) -> None:
-        sizes = np.array([len(todo) for todo in actions], dtype=np.int64)
-        starts = np.array([0, *accumulate(sizes.tolist())], dtype=np.int64)
+    def _sort(self, actions: Sequence[Sequence[Action]], sent: Ints) -> None:
+        """Sort actions into levels; `sent` are columns of (sender, receiver, message, link)."""
+        starts = np.array([0, *accumulate(len(todo) for todo in actions)], dtype=np.int64)
         total = int(starts[-1])
-        senders = np.concatenate([s for _, s, _ in sends]) if sends else np.zeros(0, dtype=np.int64)
-        receivers = np.concatenate([r for _, _, r in sends]) if sends else np.zeros(0, dtype=np.int64)
-        link_of = np.repeat(np.array([link for link, _, _ in sends], dtype=np.int64), [len(s) for _, s, _ in sends])
-        by_sender = np.argsort(senders, kind="stable")
-        senders, receivers, link_of = senders[by_sender], receivers[by_sender], link_of[by_sender]
+        senders, receivers, message_of, link_of = sent[:, np.argsort(sent[0], kind="stable")]
         first = np.searchsorted(senders, np.arange(total + 1))
+        turn = np.arange(len(senders)) - first[senders]  # among the messages of one action
         missing = np.bincount(receivers, minlength=total)
-        rank_among = np.zeros(len(receivers), dtype=np.int64)  # of the messages to one receiver
-        by_receiver = np.argsort(receivers, kind="stable")
-        rank_among[by_receiver] = np.arange(len(receivers)) - np.searchsorted(
-            receivers[by_receiver], receivers[by_receiver]
-        )
         next_action = starts[:-1].copy()
         new_index = np.empty(total, dtype=np.int64)
-        by_level: list[Ints] = []
-        raw: list[tuple[slice, Ints, Ints, Ints]] = []
+        levels: list[tuple[Ints, Ints, Ints, Ints]] = []
         done = 0
         while done < total:
             open_groups = np.flatnonzero(next_action < starts[1:])
@@ -105,45 +95,47 @@ class Order:
             chosen = next_action[ready]
             next_action[ready] += 1
             new_index[chosen] = np.arange(done, done + len(chosen))
-            by_level.append(chosen)
             counts = first[chosen + 1] - first[chosen]
-            sent = np.repeat(first[chosen] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts)
-            sent = sent + np.arange(len(sent))
-            np.subtract.at(missing, receivers[sent], 1)
-            positions = np.repeat(np.arange(len(chosen)), counts)
-            raw.append((slice(done, done + len(chosen)), ready, positions, sent))
+            leaving = np.repeat(first[chosen] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts)
+            leaving = leaving + np.arange(len(leaving))
+            np.subtract.at(missing, receivers[leaving], 1)
+            levels.append((chosen, ready, np.repeat(np.arange(len(chosen)), counts), leaving))
             done += len(chosen)
-        self._by_level = np.concatenate(by_level)
-        levels = []
-        for span, groups, positions, sent in raw:
+        self._by_level = np.concatenate([chosen for chosen, *_ in levels])
+        made, done = [], 0
+        for chosen, groups, positions, leaving in levels:
             rounds = []
-            ranks = rank_among[sent]
-            for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
-                of = ranks == rank
-                if of.any():
-                    rounds.append(_Round(positions[of], link_of[sent[of]], new_index[receivers[sent[of]]]))
-            levels.append(_Level(span, groups, tuple(rounds)))
-        self.levels = tuple(levels)
+            for number in range(int(turn[leaving].max()) + 1 if len(leaving) else 0):
+                of = turn[leaving] == number
+                there = new_index[receivers[leaving[of]]]
+                unique = len(np.unique(there)) == len(there)
+                rounds.append(_Round(positions[of], message_of[leaving[of]], link_of[leaving[of]], there, unique))
+            made.append(_Level(slice(done, done + len(chosen)), groups, tuple(rounds)))
+            done += len(chosen)
+        self.levels = tuple(made)
 
     def play(self, seconds: Floats, busy: Floats, latency: Floats, ready: Floats) -> Floats:
         """Return when each group has run its last action (groups x plans), in seconds from the start of the step.
 
-        `seconds` (stages x 4 x plans) are of F, B, I and W; `busy` and `latency` (2 links x plans) of messages, those
-        of link i forward at 2 i, back at 2 i + 1; `ready` (groups x plans) is when each group may start.
+        `seconds` (stages x 4 x plans) are of `schedule.KINDS`; `busy` and `latency` (2 messages x plans) those of
+        message i forward at 2 i, back at 2 i + 1; `ready` (groups x plans) is when each group may start.
         """
         plans = ready.shape[1]
         duration = seconds.reshape(self.num_stages * len(KINDS), plans)[self._duration]
         arrived = np.zeros((len(self._by_level), plans))
-        link_free = np.zeros((2 * self.num_links, plans))
+        link_free = np.zeros((self._num_links, plans))
         free = ready.copy()
         for level in self.levels:
             end = np.maximum(free[level.groups], arrived[level.actions])
             end += duration[level.actions]
             free[level.groups] = end
             for batch in level.rounds:
-                sent = np.maximum(link_free[batch.links], end[batch.senders])
-                sent += busy[batch.links]
-                link_free[batch.links] = sent
-                sent = sent + latency[batch.links]
-                arrived[batch.receivers] = np.maximum(arrived[batch.receivers], sent)
+                left = np.maximum(link_free[batch.links], end[batch.senders])
+                left += busy[batch.messages]
+                link_free[batch.links] = left
+                left = left + latency[batch.messages]
+                if batch.is_unique:
+                    arrived[batch.receivers] = np.maximum(arrived[batch.receivers], left)
+                else:
+                    np.maximum.at(arrived, batch.receivers, left)
         return free
