@@ -9,7 +9,7 @@ from planner.cost.places import Places
 from planner.cost.states import WORKING_BYTES
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
-from planner.plan import Origin, Plan
+from planner.plan import EMITTED_SCHEDULES, Origin, Plan
 from planner.solver.differences import step_time_s
 from planner.solver.limits import read_limits
 from planner.solver.request import COUNTS, SolveRequest, described, read_pins
@@ -100,6 +100,12 @@ def make_space(profile: ModelProfile, cluster: Cluster, request: SolveRequest) -
     pins = read_pins(request.pins, profile, "--pin")
     exclusions = read_pins(request.exclusions, profile, "--exclude")
     limits = read_limits(request.limits, COUNTS)
+    for schedule in sorted(pins.words.get("schedule", frozenset()) - {*EMITTED_SCHEDULES}):
+        if not request.theoretical:
+            raise UsageError(
+                f"--pin schedule={schedule}: emitted plans run {' and '.join(EMITTED_SCHEDULES)} so far",
+                hint="--theoretical plans it and shows the price; no code is written",
+            )
     space = Space(Pricer(profile, _limited(cluster, limits.memory_bytes)), request, pins, exclusions, limits)
     for layer, choices in zip(profile.layers, space.recompute_choices, strict=True):
         if not choices:

@@ -70,21 +70,30 @@ class Incumbent:
         Of two plans that are equally fast, the one of the more regular setting is kept.
         """
         choices = choices or problem.choose(spans)
-        if choices is None:
-            return
-        setting = problem.setting
-        plan = self.problems.plan(setting, spans, choices)
-        prediction = self.problems.space.pricer.evaluate(plan)
+        if choices is not None:
+            self.keep(problem.setting, spans, [choice.layers for choice in choices])
+
+    def keep(self, setting: Setting, spans: Sequence[Span], remade: Sequence[Sequence[int]]) -> Plan:
+        """Price a plan that fits, keep it if it is better, and return it priced."""
+        return self.consider(setting, self.price(setting, spans, remade))
+
+    def price(self, setting: Setting, spans: Sequence[Span], remade: Sequence[Sequence[int]]) -> Plan:
+        """Return a plan, priced."""
+        plan = self.problems.plan(setting, spans, remade)
         self.num_priced += 1
-        plan = plan.model_copy(update={"prediction": prediction})
+        return plan.model_copy(update={"prediction": self.problems.space.pricer.evaluate(plan)})
+
+    def consider(self, setting: Setting, plan: Plan) -> Plan:
+        """Keep a priced plan that fits, if it is better."""
+        found_s, best_s = step_time_s(plan), self.step_time_s
         known = self.by_setting.get(setting)
-        if known is None or prediction.step_time_s < step_time_s(known):
+        if known is None or found_s < step_time_s(known):
             self.by_setting[setting] = plan
-        found_s, best_s = prediction.step_time_s, self.step_time_s
         regular = self.best is not None and (self.best_setting is None or setting < self.best_setting)
         tie = regular and found_s <= best_s * (1 + TOLERANCE)
         if found_s < best_s * (1 - TOLERANCE) or tie:
             self.best, self.best_setting = plan, setting
+        return plan
 
     def offer_plan(self, plan: Plan) -> None:
         """Price a plan of no setting, whose stages may differ, and keep it if it is faster than any other."""

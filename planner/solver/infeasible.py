@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.cluster import Cluster
 from planner.graph import shared_updates
-from planner.plan import SCHEDULES, Origin
+from planner.plan import EMITTED_SCHEDULES, SCHEDULES, Origin
 from planner.solver.arithmetic import arithmetic_conflict
 from planner.solver.problem import Problem, Setting, Span
 from planner.solver.problems import Problems
@@ -102,8 +102,9 @@ def find_conflict(space: Space, origin: Origin) -> Conflict:
 def _lean_settings(space: Space) -> Iterator[Setting]:
     """Yield the settings that can need least memory: the smallest microbatch under 1f1b, every one under gpipe."""
     seen = set()
-    for setting in sorted(space.settings(), key=lambda s: (s.microbatch_size, s)):
-        key = (setting.pp_degree, setting.tp_degree, setting.dp_degree, setting.data_parallel)
+    straight = (setting for setting in space.settings() if setting.schedule in EMITTED_SCHEDULES)
+    for setting in sorted(straight, key=lambda s: (s.microbatch_size, s)):
+        key = (*setting.degrees, setting.data_parallel, setting.num_shards)
         if setting.schedule == SCHEDULES[0]:
             if key in seen:
                 continue

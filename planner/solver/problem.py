@@ -44,6 +44,7 @@ class Setting:
 
     num_idle: int
     pp_degree: int
+    num_chunks: int
     tp_degree: int
     num_microbatches: int
     schedule_rank: int
@@ -51,6 +52,7 @@ class Setting:
     placement_rank: int
     shardings: tuple[tuple[str, str], ...]
     dp_degree: int
+    num_shards: int
     microbatch_size: int
     schedule: Schedule
     data_parallel: DataParallel

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.cost.communication import Route
+from planner.cost.places import DataRoutes
 from planner.cost.states import StateRules, memory_bytes_per_s
 from planner.graph import is_chained, layer_graph, shared_updates, spine
-from planner.plan import Origin, Plan, Stage
+from planner.plan import Origin, Plan, Stage, group_of_stage
 from planner.schedule import num_in_flight
 from planner.solver.problem import Position, Problem, Setting, Span
-from planner.solver.recompute import Choice
 from planner.solver.space import Shardings, Space
 from planner.solver.tables import Bools, Crossing, LayerTable, StateTable
 
@@ -18,6 +18,14 @@ from planner.solver.tables import Bools, Crossing, LayerTable, StateTable
 _Key = tuple[int, int, tuple[Shardings, ...], Route, tuple[str, ...]]
 
 MAX_RECENT = 6  # problems of hundreds of layers and stages have tables of some hundred MB
+
+
+def state_rules(space: Space, setting: Setting) -> StateRules:
+    """Return how a setting holds parameters."""
+    request = space.request
+    return StateRules(
+        request.optimizer, request.precision, setting.data_parallel, setting.dp_degree, setting.num_shards
+    )
 
 
 class Problems:
@@ -50,26 +58,29 @@ class Problems:
         alike = alike or (setting,)
         pp, tp, rows = setting.pp_degree, setting.tp_degree, setting.microbatch_size
         over = space.stage_routes(*setting.degrees)
-        if rows not in self._crossings:
-            self._crossings[rows] = Crossing.of(pricer, rows)
         every = dict.fromkeys(other.shardings for other in alike)
-        modes = dict.fromkeys((other.data_parallel, other.dp_degree) for other in alike)
-        rules = [StateRules(space.request.optimizer, space.request.precision, mode, dp) for mode, dp in modes]
-        states: dict[tuple[tuple[str, ...], Route, Route], StateTable] = {}
-        types = [tuple(pricer.places.count_types(gpus)) for gpus in space.stage_gpus(*setting.degrees)]
+        modes = {(other.data_parallel, other.num_shards): other for other in alike}
+        rules = {mode: state_rules(space, other) for mode, other in modes.items()}
+        data = [space.data_routes(*other.degrees, other.num_shards) for other in modes.values()]
+        states: dict[tuple[tuple[str, ...], Route, tuple[DataRoutes, ...]], StateTable] = {}
+        types = self.gpu_types(setting)
         positions = []
-        masks = self._allowed(pp)
-        for s, (route, dp_route) in enumerate(zip(over.tensor, over.data, strict=True)):
-            table = self._table(rows, tp, tuple(every), route, types[s])
+        masks = self.allowed(pp)
+        for s, (route, *data_routes) in enumerate(zip(over.tensor, *data, strict=True)):
+            table = self.table(rows, tp, tuple(every), route, types[s])
             at = [pricer.cluster.gpus[name] for name in types[s]]
-            if (types[s], route, dp_route) not in states:
+            key = (types[s], route, tuple(data_routes))
+            if key not in states:
                 gpu = min(at, key=memory_bytes_per_s)
-                found = [StateTable.of(table, rule, gpu, tp, dp_route, pricer.cluster.memory_reserve) for rule in rules]
-                states[types[s], route, dp_route] = found[0] if len(found) == 1 else StateTable.least(found)
+                found = [
+                    StateTable.of(table, rule, gpu, tp, routes, pricer.cluster.memory_reserve)
+                    for rule, routes in zip(rules.values(), data_routes, strict=True)
+                ]
+                states[key] = found[0] if len(found) == 1 else StateTable.least(found)
             positions.append(
                 Position(
                     layers=table,
-                    states=states[types[s], route, dp_route],
+                    states=states[key],
                     budget_bytes=min(gpu.memory for gpu in at),
                     in_flight=num_in_flight(setting.schedule, pp, setting.num_microbatches, s),
                     allowed=masks[s],
@@ -84,13 +95,13 @@ class Problems:
             {(s, s + 1): route for s, route in enumerate(over.messages)},
             (spines[0], spines[1]),
             [(shared, min(of[index][2] for of in repeats)) for index, shared in enumerate(pricer.shared)],
-            max(rules, key=lambda rule: rule.num_shards),
+            max(rules.values(), key=lambda rule: rule.num_shards),
             cluster.fastest_bytes_per_s,
             self.space.limits.recompute_fraction,
             chained=self.chained,
         )
 
-    def _table(
+    def table(
         self, rows: int, tp: int, every: tuple[Shardings, ...], route: Route, types: tuple[str, ...]
     ) -> LayerTable:
         """Return the table of a choice of sharding, or the least of several, on GPUs of these types."""
@@ -98,10 +109,10 @@ class Problems:
         if key not in self._tables:
             pricer = self.space.pricer
             if len(every) > 1:
-                table = LayerTable.least([self._table(rows, tp, (one,), route, types) for one in every])
+                table = LayerTable.least([self.table(rows, tp, (one,), route, types) for one in every])
             else:
                 table = LayerTable.of(
-                    pricer, self._crossings[rows], rows, tp, dict(every[0]), route, self.space.recompute_choices, types
+                    pricer, self.crossing(rows), rows, tp, dict(every[0]), route, self.space.recompute_choices, types
                 )  # fmt: skip
             self._tables[key] = table
             self._spines[key] = (
@@ -110,7 +121,22 @@ class Problems:
             )
         return self._tables[key]
 
-    def _allowed(self, pp: int) -> list[Bools]:
+    def gpu_types(self, setting: Setting) -> list[tuple[str, ...]]:
+        """Return the names of the types of every device group's GPUs."""
+        places = self.space.pricer.places
+        return [tuple(places.count_types(gpus)) for gpus in self.space.stage_gpus(*setting.degrees)]
+
+    def rules(self, setting: Setting) -> StateRules:
+        """Return how a setting holds parameters."""
+        return state_rules(self.space, setting)
+
+    def crossing(self, rows: int) -> Crossing:
+        """Return what crosses cuts for a microbatch of `rows`."""
+        if rows not in self._crossings:
+            self._crossings[rows] = Crossing.of(self.space.pricer, rows)
+        return self._crossings[rows]
+
+    def allowed(self, pp: int) -> list[Bools]:
         """Return for every position which [a, b) may stand there, by order, pinned cuts and pinned stages."""
         if pp not in self._masks:
             count = len(self.space.pricer.profile.layers)
@@ -141,13 +167,15 @@ class Problems:
             self._masks[pp] = masks
         return self._masks[pp]
 
-    def plan(self, setting: Setting, spans: Sequence[Span], choices: Sequence[Choice]) -> Plan:
-        """Return the plan, without a prediction."""
+    def plan(self, setting: Setting, spans: Sequence[Span], remade: Sequence[Sequence[int]]) -> Plan:
+        """Return the plan of stages that recompute these layers, without a prediction."""
         profile, request = self.space.pricer.profile, self.space.request
-        gpus = self.space.stage_gpus(*setting.degrees)
+        of_groups = self.space.stage_gpus(*setting.degrees)
+        gpus = [of_groups[group_of_stage(setting.schedule, setting.pp_degree, s)] for s in range(len(spans))]
+        whole = setting.num_shards == (setting.dp_degree if setting.data_parallel == "sharded" else 1)
         chosen = dict(setting.shardings)
         stages = []
-        for (first, stop), choice, ranks in zip(spans, choices, gpus, strict=True):
+        for (first, stop), layers_remade, ranks in zip(spans, remade, gpus, strict=True):
             layers = profile.layers[first:stop]
             classes = dict.fromkeys(layer.layer_class for layer in layers)
             stages.append(
@@ -156,7 +184,8 @@ class Problems:
                     tp_degree=setting.tp_degree,
                     dp_degree=setting.dp_degree,
                     microbatch_size=setting.microbatch_size,
-                    recompute=tuple(profile.layers[index].name for index in choice.layers),
+                    recompute=tuple(profile.layers[index].name for index in layers_remade),
+                    shard_degree=None if whole else setting.num_shards,
                     shardings={name: chosen[name] for name in classes if name in chosen},
                     gpus=ranks,
                 )

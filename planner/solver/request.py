@@ -8,10 +8,19 @@ from typing import Literal
 
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
-from planner.plan import DATA_PARALLEL_MODES, EMITTED_SCHEDULES, Optimizer, Precision
+from planner.plan import DATA_PARALLEL_MODES, SCHEDULES, Optimizer, Precision
 
-COUNTS = ("pp_degree", "tp_degree", "dp_degree", "microbatch_size", "num_microbatches", "num_gpus")
-WORDS: dict[str, tuple[str, ...]] = {"schedule": EMITTED_SCHEDULES, "data_parallel": DATA_PARALLEL_MODES}
+COUNTS = (
+    "pp_degree",
+    "num_chunks",
+    "tp_degree",
+    "dp_degree",
+    "shard_degree",
+    "microbatch_size",
+    "num_microbatches",
+    "num_gpus",
+)
+WORDS: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "data_parallel": DATA_PARALLEL_MODES}
 MAX_NUM_GPUS = 1_000_000
 MAX_GLOBAL_BATCH_SIZE = 1_000_000_000
 MAX_DIGITS = 18  # of a count: no pin is larger, and Python converts no text of thousands of digits
@@ -25,13 +34,15 @@ Pair = tuple[str, str]
 class SolveRequest:
     """The problem: GPUs, the optimizer step, and constraints as (key, value) texts.
 
-    Keys: pp_degree, tp_degree, dp_degree, microbatch_size, num_microbatches, num_gpus (used, of those given), schedule,
-    data_parallel, recompute ('none', 'all' that can be, or layers separated by commas), cuts (the first layers of all
-    stages but the first), together (layers of one stage; may be pinned several times), stage:LAYER (the index of the
-    stage that holds the layer). Lists of layers take patterns ('layers.*') and, but for cuts, modules that hold layers.
+    Keys: pp_degree, num_chunks (stages of a device group), tp_degree, dp_degree, shard_degree (replicas that share
+    their states), microbatch_size, num_microbatches, num_gpus (used, of those given), schedule, data_parallel,
+    recompute ('none', 'all' that can be, or layers separated by commas), cuts (the first layers of all stages but the
+    first), together (layers of one stage; may be pinned several times), stage:LAYER (the index of the stage that holds
+    the layer). Lists of layers take patterns ('layers.*') and, but for cuts, modules that hold layers.
     An exclusion rules its value out; `recompute` and `cuts` then rule out every layer named, `together` that one stage
     has all of them. `limits` give counts, memory and recomputation a range, see `limits`. `theoretical` lifts
-    tp_degree <= GPUs per node and what buffers that forward updates and reads rule out of dp_degree.
+    tp_degree <= GPUs per node, what buffers that forward updates and reads rule out of dp_degree, and what emitted
+    plans can't run yet.
     """
 
     num_gpus: int

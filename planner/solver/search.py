@@ -8,20 +8,21 @@ first, so that a good plan with a small gap is there early, and then to finer on
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from planner.plan import Origin
 from planner.solver.chains import OpenSetting
 from planner.solver.incumbent import Budget, Incumbent, OutOfTimeError
-from planner.solver.mixed import OpenMicrobatches, open_mixed
+from planner.solver.loops import OpenLoops
+from planner.solver.mixed import open_mixed
 from planner.solver.problem import Setting
 from planner.solver.problems import Problems
 from planner.solver.settings import open_degrees
 from planner.solver.space import Space
 
-TOLERANCES = (1e-2, 1e-3, 0.0)
+TOLERANCES = (5e-2, 1e-2, 1e-3, 0.0)
 
 Progress = Callable[[str, int, int], None]
 
@@ -74,13 +75,13 @@ def search(
     incumbent = Incumbent(Problems(space, origin), budget, to_beat_s)
     queue = _Queue()
     current: Open | None = None
-    later: list[OpenMicrobatches] = []
     reported, was_ended = time.monotonic(), False
     try:
         for part in open_degrees(space):
             queue.push(part)
-        later = list(open_mixed(space)) if space.request.theoretical else []
-        for tolerance in (TOLERANCES[0], *TOLERANCES):
+        if space.request.theoretical:  # first plans of straight schedules and one kind of stage, then what they leave
+            queue.hold_back(open_mixed(space))
+        for tolerance in TOLERANCES:
             while queue and queue.bound < incumbent.limit_s(tolerance):
                 if any_plan and incumbent.best is not None:
                     raise OutOfTimeError
@@ -92,11 +93,10 @@ def search(
                 parts = current.advance(incumbent, tolerance)
                 current = None
                 queue.replace(parts)
-            while later:  # when plans of one kind of stage are known, and only what they don't rule out
-                queue.push(later.pop(0))
+            queue.release()
     except (OutOfTimeError, KeyboardInterrupt):
         was_ended = True
-        bounds = [queue.bound, *(part.bound for part in (current, *later) if part is not None)]
+        bounds = [queue.least] if current is None else [queue.least, current.bound]
         lower = min(incumbent.left_out_s, incumbent.step_time_s, *bounds)
     else:
         lower = min(incumbent.left_out_s, incumbent.step_time_s)
@@ -106,10 +106,15 @@ def search(
 
 
 class _Queue:
-    """Open parts by bound; of equal ones that which came first."""
+    """Open parts by bound; of equal ones that which came first.
+
+    Some can be held back until there is a plan to compare with, and loops with them: a straight schedule has one soon.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Open]] = []
+        self._held: list[Open] = []
+        self._holds_back = False
         self._count = 0
         self.num_closed = 0
 
@@ -118,11 +123,31 @@ class _Queue:
 
     @property
     def bound(self) -> float:
-        """The least bound; inf where nothing is open."""
+        """The least bound that can be taken out; inf where nothing is open."""
         return self._heap[0][0] if self._heap else float("inf")
+
+    @property
+    def least(self) -> float:
+        """The least bound of all, what is held back too."""
+        return min([self.bound, *(part.bound for part in self._held)])
+
+    def hold_back(self, parts: Iterable[Open]) -> None:
+        """Keep these parts, and loops that are added, until `release`."""
+        self._holds_back = True
+        self._held.extend(parts)
+
+    def release(self) -> None:
+        """Hold nothing back any more."""
+        self._holds_back = False
+        for part in self._held:
+            self.push(part)
+        self._held = []
 
     def push(self, part: Open) -> None:
         """Add a part."""
+        if self._holds_back and isinstance(part, OpenLoops):
+            self._held.append(part)
+            return
         self._count += 1
         heapq.heappush(self._heap, (part.bound, self._count, part))
 

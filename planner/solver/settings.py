@@ -24,14 +24,18 @@ from planner.cluster import Cluster
 from planner.cost.communication import Route, collective_s
 from planner.cost.gpu_types import least_numbers
 from planner.cost.layers import REPLICATED
+from planner.cost.places import DataRoutes
 from planner.cost.states import WORKING_BYTES, StateRules, cast_s, memory_bytes_per_s, optimizer_s
 from planner.plan import Origin, Schedule
 from planner.schedule import num_in_flight
 from planner.solver.chains import OpenAlike, OpenSetting
 from planner.solver.incumbent import Budget, Incumbent
+from planner.solver.loops import OpenLoops
 from planner.solver.problem import PLACEMENTS, Placement, Setting
-from planner.solver.problems import Problems
+from planner.solver.problems import Problems, state_rules
 from planner.solver.space import Shardings, Space, least_route
+
+STRAIGHT = ("1f1b", "gpipe")  # one stage a group, and backwards in one piece
 
 
 @dataclass(slots=True)
@@ -52,18 +56,26 @@ class OpenDegrees:
         """What progress shows."""
         return f"tp {self.tp_degree} x dp {self.dp_degree}"
 
-    def advance(self, incumbent: Incumbent, tolerance: float) -> "Sequence[OpenDegrees | OpenAlike | OpenSetting]":
+    def advance(
+        self, incumbent: Incumbent, tolerance: float
+    ) -> "Sequence[OpenDegrees | OpenAlike | OpenSetting | OpenLoops]":
         """Return what there is of these degrees, each with its bound: by number of stages, or all settings of one."""
         incumbent.budget.check()
         if not self.pp_degree:
             return self.by_stages(incumbent)
-        settings = list(self.settings(incumbent))
+        schedules = incumbent.problems.space.schedules(self.pp_degree, self.num_microbatches)
+        looped = [found for found in schedules if found[0] not in STRAIGHT]
+        others = [OpenLoops(self.bound, self, looped)] if looped else []
+        settings = [
+            OpenSetting(bound, setting)
+            for bound, setting in self.settings(incumbent, [found for found in schedules if found[0] in STRAIGHT])
+        ]
         if len(settings) < 2 or not incumbent.problems.chained:
-            return settings
+            return [*others, *settings]
         groups: dict[tuple[Schedule, Placement], list[OpenSetting]] = {}
         for part in settings:
             groups.setdefault((part.setting.schedule, part.setting.placement), []).append(part)
-        return [OpenAlike(min(part.bound for part in parts), parts) for parts in groups.values()]
+        return [*others, *(OpenAlike(min(part.bound for part in parts), parts) for parts in groups.values())]
 
     def by_stages(self, incumbent: Incumbent) -> "list[OpenDegrees]":
         """Return these degrees with each number of stages."""
@@ -72,14 +84,16 @@ class OpenDegrees:
         for pp in space.stage_counts(self.tp_degree, self.dp_degree):
             schedules = space.schedules(pp, self.num_microbatches)
             if schedules:
-                factor = min(least_factor(schedule, pp, self.num_microbatches) for schedule in schedules)
-                if not incumbent.problems.chained:
-                    factor = self.num_microbatches / pp
+                factor = self.num_microbatches / pp
+                if incumbent.problems.chained and all(schedule in STRAIGHT for schedule, _ in schedules):
+                    factor = min(least_factor(schedule, pp, self.num_microbatches) for schedule, _ in schedules)
                 found.append(replace(self, bound=max(self.bound, factor * self.microbatch_s), pp_degree=pp))
         return found
 
-    def settings(self, incumbent: Incumbent) -> "Iterator[OpenSetting]":
-        """Yield the settings with bounds (6) and (7); none whose states are more than all stages' memory."""
+    def settings(
+        self, incumbent: Incumbent, schedules: Sequence[tuple[Schedule, int]] | None = None
+    ) -> Iterator[tuple[float, Setting]]:
+        """Yield bounds (6) or (7), and settings; none whose states are more than all stages' memory."""
         space = incumbent.problems.space
         pricer = space.pricer
         memory = max(pricer.cluster.gpus[name].memory for name in space.gpu_types)
@@ -87,7 +101,7 @@ class OpenDegrees:
             self.pp_degree, self.tp_degree, self.dp_degree, self.microbatch_size, self.num_microbatches
         )  # fmt: skip
         combinations: dict[tuple[Route, ...], tuple[list[Shardings], bool]] = {}
-        for setting in space.settings_of(pp, tp, dp, rows, m):
+        for setting in space.settings_of(pp, tp, dp, rows, m, schedules):
             over = space.stage_routes(*setting.degrees)
             regular = space.stage_routes(pp, tp, dp, PLACEMENTS[0])
             if setting.placement_rank and len(space.gpu_types) == 1 and over == regular:
@@ -98,17 +112,17 @@ class OpenDegrees:
             choices, complete = combinations[routes]
             if not complete:
                 incumbent.left_out_s = min(incumbent.left_out_s, self.bound)
-            rules = StateRules(space.request.optimizer, space.request.precision, setting.data_parallel, dp)
-            tp_route, dp_route = least_route(routes), least_route(over.data)
+            rules = state_rules(space, setting)
+            data = space.data_routes(*setting.degrees, setting.num_shards)
+            routes_of_states = DataRoutes(least_route([r.within for r in data]), least_route([r.across for r in data]))
             for shardings in choices:
-                totals = _totals(space, setting, shardings, rules, tp_route, dp_route)
+                totals = _totals(space, setting, shardings, rules, routes, routes_of_states)
                 if totals.num_bytes / pp + pricer.cluster.memory_reserve <= memory:
                     bound = max(self.bound, (totals.once_s + m * totals.microbatch_s) / pp)
-                    if incumbent.problems.chained:
-                        bound = max(
-                            bound, pipeline_factor(setting.schedule, pp, m, totals.larger_share) * totals.microbatch_s
-                        )
-                    yield OpenSetting(bound, replace(setting, shardings=shardings))
+                    if incumbent.problems.chained and setting.schedule in STRAIGHT:
+                        factor = pipeline_factor(setting.schedule, pp, m, totals.larger_share)
+                        bound = max(bound, factor * totals.microbatch_s)
+                    yield bound, replace(setting, shardings=shardings)
 
 
 def open_degrees(space: Space) -> list[OpenDegrees]:
@@ -129,10 +143,10 @@ def settings_with_bounds(space: Space, origin: Origin) -> tuple[list[tuple[float
     """Return every setting with its bound, in the order of bounds, and a bound of what is not listed (inf: nothing)."""
     incumbent = Incumbent(Problems(space, origin), Budget())
     found = [
-        (part.bound, part.setting)
+        found
         for of_degrees in open_degrees(space)
         for of_stages in of_degrees.by_stages(incumbent)
-        for part in of_stages.settings(incumbent)
+        for found in of_stages.settings(incumbent)
     ]
     return sorted(found), incumbent.left_out_s
 
@@ -180,7 +194,8 @@ def pipeline_factor(schedule: Schedule, stages: int, count: int, larger_share: f
 class _Totals:
     """Of all stages: seconds once a step and for each microbatch, and the bytes of states.
 
-    `larger_share` is what the larger of a layer's forward and backward is of both at least, the same one in all layers.
+    `larger_share` is what the larger of forward and backward is of both at least, the same one in all layers and with
+    any recomputation, which is part of a backward.
     """
 
     once_s: float
@@ -194,21 +209,23 @@ def _totals(
     setting: Setting,
     shardings: Shardings,
     rules: StateRules,
-    tp_route: Route,
-    dp_route: Route,
+    tp_routes: Sequence[Route],
+    routes: DataRoutes,
 ) -> _Totals:
     """Return what (6) and (7) are made of, with the fastest GPUs and routes that any stage has."""
-    pricer, chosen = space.pricer, dict(shardings)
+    pricer, chosen, tp_route = space.pricer, dict(shardings), least_route(tp_routes)
     gpu = max((pricer.cluster.gpus[name] for name in space.gpu_types), key=memory_bytes_per_s)
     seconds, trainable, frozen, partial = 0.0, 0, 0, 0
-    shares = [1.0, 1.0]
+    backward_share = 1.0
     for name, count in space.class_counts.items():
         way = chosen.get(name, REPLICATED)
         on_types = space.numbers(name, setting.microbatch_size, setting.tp_degree, way, tp_route)
-        for found in on_types:
-            ways = (found.forward_s + found.forward_comm_s, found.backward_s + found.backward_comm_s)
-            if sum(ways):
-                shares = [min(share, part / sum(ways)) for share, part in zip(shares, ways, strict=True)]
+        for route in tp_routes:
+            for found in space.numbers(name, setting.microbatch_size, setting.tp_degree, way, route):
+                forward = found.forward_s + found.forward_comm_s
+                backward = found.backward_s + found.backward_comm_s
+                if forward + backward:
+                    backward_share = min(backward_share, backward / (forward + backward))
         numbers = least_numbers(on_types)
         seconds += count * (numbers.forward_s + numbers.forward_comm_s + numbers.backward_s + numbers.backward_comm_s)
         trainable += count * numbers.trainable
@@ -220,18 +237,14 @@ def _totals(
         else:
             frozen -= (len(readers) - 1) * elements
     trainable, frozen = max(trainable, 0), max(frozen, 0)
-    sharded = rules.num_shards > 1
-    grads = trainable * rules.grad_bytes_per_element
-    finish = collective_s("reduce_scatter" if sharded else "all_reduce", grads, rules.dp_degree, dp_route)
+    finish = routes.reduce_s(trainable * rules.grad_bytes_per_element, rules)
     finish += collective_s("all_reduce", partial * rules.grad_bytes_per_element, setting.tp_degree, tp_route)
     finish += optimizer_s(trainable, rules, gpu)
     prepare = cast_s(trainable + frozen, rules, gpu)
-    if sharded:
-        working = (trainable + frozen) * WORKING_BYTES[rules.precision]
-        prepare += collective_s("all_gather", working, rules.dp_degree, dp_route)
+    prepare += routes.gather_s((trainable + frozen) * WORKING_BYTES[rules.precision], rules)
     states = rules.param_bytes(trainable + frozen) + rules.grad_bytes(trainable) + rules.optimizer_bytes(trainable)
     states -= 3 * setting.pp_degree  # rounded up per stage
-    return _Totals(prepare + finish, seconds, states, max(0.5, *shares))
+    return _Totals(prepare + finish, seconds, states, max(0.5, backward_share))
 
 
 def _least_microbatch_s(space: Space, tp: int, rows: int, route: Route) -> float:

@@ -10,7 +10,8 @@ Constraints have names, which an infeasible problem quotes:
                   divided the same way
     heads         tp_degree divides the heads of every block's attention
     node          tp_degree <= GPUs of a node
-    warm-up       num_microbatches >= pp_degree for 1f1b, unless num_microbatches is pinned: fewer leave stages idle
+    warm-up       num_microbatches >= pp_degree, but for gpipe, unless the number is pinned: fewer leave stages idle
+    runtime       what emitted plans can't run yet, schedules and shards among it, is searched only if `theoretical`
     buffers       layers that read a buffer that forward updates are on one stage; dp_degree is 1 where its value of the
                   last forward reaches what is trained on: replicas would each go on from their own
     in place      a layer that writes over its own input is not recomputed: its input is gone
@@ -28,12 +29,22 @@ from planner.cluster import Cluster
 from planner.cost.communication import Route
 from planner.cost.evaluate import Pricer
 from planner.cost.layers import REPLICATED, LayerNumbers, parameter_sharding, tie_conflict
-from planner.plan import DATA_PARALLEL_MODES, EMITTED_SCHEDULES, Schedule
+from planner.cost.places import DataRoutes
+from planner.plan import (
+    DATA_PARALLEL_MODES,
+    EMITTED_SCHEDULES,
+    FEWEST_CHUNKS,
+    MOST_CHUNKS,
+    SCHEDULES,
+    DataParallel,
+    Schedule,
+)
 from planner.solver.limits import Limits
 from planner.solver.problem import PLACEMENTS, Placement, Setting
 from planner.solver.request import Pins, SolveRequest
 
 MAX_COMBINATIONS = 256
+FEW_REPLICAS = 8
 
 Shardings = tuple[tuple[str, str], ...]
 
@@ -52,6 +63,8 @@ class StageRoutes:
     tensor: tuple[Route, ...]
     data: tuple[Route, ...]
     messages: tuple[Route, ...]
+    around: Route
+    """from the last stage to the first: where a device group has several stages"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +79,9 @@ class Space:
     passed_over: frozenset[tuple[int, int, int]] = frozenset()
     """degrees (pp, tp, dp) that are left out: those of better plans, where the next best is asked for"""
     _routes: dict[tuple[int, int, int, Placement], "StageRoutes"] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    _data_routes: dict[tuple[int, int, int, Placement, int], tuple[DataRoutes, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
@@ -137,16 +153,24 @@ class Space:
     def stage_counts(self, tp: int, dp: int) -> list[int]:
         """Return the pp_degrees that go with these degrees, the one that uses most GPUs first."""
         most = min(self.request.num_gpus // (tp * dp), len(self.pricer.profile.layers))
-        cuts, stages = self.pins.cuts, self.pins.stages
         return [
             pp
             for pp in range(most, 0, -1)
             if self.admits("pp_degree", pp)
             and self.admits("num_gpus", pp * tp * dp)
             and (pp, tp, dp) not in self.passed_over
-            and (cuts is None or len(cuts) + 1 == pp)
-            and all(stage < pp for _, stage in stages)
+            and any(self.admits_stages(pp * chunks) for chunks in self.chunks(pp))
         ]
+
+    def chunks(self, pp: int) -> range:
+        """Return how many stages a device group may have."""
+        most = len(self.pricer.profile.layers) // pp
+        return range(1, (most if self.request.theoretical and pp > 1 else 1) + 1)
+
+    def admits_stages(self, num_stages: int) -> bool:
+        """Return whether pinned cuts and stages go with so many stages."""
+        cuts, stages = self.pins.cuts, self.pins.stages
+        return (cuts is None or len(cuts) + 1 == num_stages) and all(stage < num_stages for _, stage in stages)
 
     def microbatches(self, dp: int) -> Iterator[tuple[int, int]]:
         """Yield (microbatch_size, num_microbatches) of a replica's part of the batch."""
@@ -168,31 +192,61 @@ class Space:
             for rows, m in self.microbatches(dp):
                 yield from self.settings_of(pp, tp, dp, rows, m)
 
-    def schedules(self, pp: int, m: int) -> list[Schedule]:
-        """Return the schedules that run `m` microbatches on that many stages."""
-        found = [schedule for schedule in EMITTED_SCHEDULES if self.admits("schedule", schedule)]
+    def schedules(self, pp: int, m: int) -> list[tuple[Schedule, int]]:
+        """Return the schedules, with numbers of chunks, that run `m` microbatches on that many device groups."""
+        known = SCHEDULES if self.request.theoretical else EMITTED_SCHEDULES
+        found = [schedule for schedule in known if self.admits("schedule", schedule)]
         if pp == 1:  # one stage runs the same whatever the schedule, and holds less under 1f1b
-            return found[:1]
+            found = [schedule for schedule in found if FEWEST_CHUNKS[schedule] == 1][:1]
         filled = m >= pp or "num_microbatches" in self.pins.values
-        return [schedule for schedule in found if filled or schedule != "1f1b"]
+        return [
+            (schedule, chunks)
+            for schedule in found
+            if filled or schedule == "gpipe"
+            for chunks in self.chunks(pp)
+            if FEWEST_CHUNKS[schedule] <= chunks <= MOST_CHUNKS.get(schedule, chunks)
+            if self.admits("num_chunks", chunks) and self.admits_stages(pp * chunks)
+        ]
 
-    def settings_of(self, pp: int, tp: int, dp: int, rows: int, m: int) -> Iterator[Setting]:
-        """Yield the settings of given degrees and microbatches, without a choice of sharding."""
-        modes = [d for d in DATA_PARALLEL_MODES if self.admits("data_parallel", d)]
+    def shards(self, tp: int, dp: int) -> list[tuple[DataParallel, int]]:
+        """Return the modes of data parallelism, with numbers of shards: all replicas, or groups of them too.
+
+        Of more than 8 replicas, the groups are those that a node holds.
+        """
+        modes = [mode for mode in DATA_PARALLEL_MODES if self.admits("data_parallel", mode)]
+        if dp == 1:  # one replica shards nothing
+            return [(mode, 1) for mode in modes[:1]]
+        counts = [dp]
+        if self.request.theoretical:
+            most = dp if dp <= FEW_REPLICAS else self.pricer.cluster.gpus_per_node // tp
+            counts = [count for count in divisors(dp)[1:] if count <= most or count == dp]
+        return [
+            (mode, count)
+            for mode in modes
+            for count in ([1] if mode == "replicated" else counts)
+            if self.admits("shard_degree", count)
+        ]
+
+    def settings_of(
+        self, pp: int, tp: int, dp: int, rows: int, m: int, schedules: Sequence[tuple[Schedule, int]] | None = None
+    ) -> Iterator[Setting]:
+        """Yield the settings of given degrees, microbatches and schedules (None: all), without choices of sharding."""
         placements = PLACEMENTS if pp > 1 and dp > 1 and self.spans_nodes(pp * tp * dp) else PLACEMENTS[:1]
-        for schedule in self.schedules(pp, m):
-            for mode in modes[:1] if dp == 1 else modes:  # one replica shards nothing
+        for schedule, chunks in self.schedules(pp, m) if schedules is None else schedules:
+            for mode, num_shards in self.shards(tp, dp):
                 for placement in placements:
                     yield Setting(
                         num_idle=self.request.num_gpus - pp * tp * dp,
                         pp_degree=pp,
+                        num_chunks=chunks,
                         tp_degree=tp,
                         num_microbatches=m,
-                        schedule_rank=EMITTED_SCHEDULES.index(schedule),
+                        schedule_rank=SCHEDULES.index(schedule),
                         data_parallel_rank=DATA_PARALLEL_MODES.index(mode),
                         placement_rank=PLACEMENTS.index(placement),
                         shardings=(),
                         dp_degree=dp,
+                        num_shards=num_shards,
                         microbatch_size=rows,
                         schedule=schedule,
                         data_parallel=mode,
@@ -235,19 +289,36 @@ class Space:
         key = (pp, tp, dp, placement)
         if key not in self._routes:
             pricer, gpus = self.pricer, self.stage_gpus(pp, tp, dp, placement)
-            alike = gpus
-            if placement == "stages":
-                alike = [representatives(pricer.cluster, stage, tp) for stage in gpus]
+            alike = self._alike(gpus, tp, placement)
             self._routes[key] = StageRoutes(
                 tensor=tuple(pricer.tensor_route(stage, tp) for stage in alike),
                 data=tuple(pricer.data_route(stage, tp) for stage in alike),
                 messages=tuple(self._message_route(gpus[s], gpus[s + 1]) for s in range(pp - 1)),
+                around=self._message_route(gpus[-1], gpus[0]),
             )
         return self._routes[key]
 
+    def data_routes(self, pp: int, tp: int, dp: int, placement: Placement, num_shards: int) -> tuple[DataRoutes, ...]:
+        """Return over what the replicas of every stage share and sum their states."""
+        key = (pp, tp, dp, placement, num_shards)
+        if key not in self._data_routes:
+            if num_shards in (1, dp):
+                data = self.stage_routes(pp, tp, dp, placement).data
+                self._data_routes[key] = tuple(DataRoutes(route, route) for route in data)
+            else:
+                stages = self.stage_gpus(pp, tp, dp, placement)
+                self._data_routes[key] = tuple(self.pricer.data_routes(gpus, tp, num_shards) for gpus in stages)
+        return self._data_routes[key]
+
+    def _alike(self, gpus: Sequence[tuple[int, ...]], tp: int, placement: Placement) -> list[tuple[int, ...]]:
+        """Return fewer GPUs of every stage with the same routes, where that is quick."""
+        if placement != "stages":
+            return list(gpus)
+        return [representatives(self.pricer.cluster, stage, tp) for stage in gpus]
+
     def _message_route(self, source: tuple[int, ...], target: tuple[int, ...]) -> Route:
         size = regular_node_size(self.pricer.cluster)
-        if size is not None and target[0] - source[0] >= size:  # no pair is inside one node
+        if size is not None and abs(target[0] - source[0]) >= size:  # no pair is inside one node
             source, target = source[:1], target[:1]
         return self.pricer.message_route(source, target)
 

@@ -90,7 +90,7 @@ class Crossing:
         return cls(received, buffers, pricer.inputs(rows), tuple(edges), across, following)
 
 
-_LEAST = ("trainable", "frozen", "largest", "transient", "kept_all", "kept_least")
+_LEAST = ("trainable", "frozen", "largest", "transient", "activations", "kept_all", "kept_least")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +107,15 @@ class LayerTable:
     backward: Floats
     forward_sum: Floats
     backward_sum: Floats
+    weight_sum: Floats
+    """of backward, what the gradients of weights take"""
     partial_sum: Ints
     trainable: Ints
     frozen: Ints
     largest: Ints
     transient: Ints
+    activations: Ints
+    """bytes that each layer keeps for its own backward"""
     kept_all: Ints
     kept_least: Ints
     best_ratio: Floats
@@ -173,11 +177,13 @@ class LayerTable:
             backward=backward,
             forward_sum=prefix_sums(forward.tolist()),
             backward_sum=prefix_sums(backward.tolist()),
+            weight_sum=prefix_sums([layer.backward_weight_s for layer in layers]),
             partial_sum=_prefix_ints([layer.partial for layer in layers]),
             trainable=np.maximum(trainable, 0),
             frozen=np.maximum(frozen, 0),
             largest=running_max(np.array([layer.trainable for layer in layers], dtype=np.int64)),
             transient=running_max(np.array([layer.transient_bytes for layer in layers], dtype=np.int64)),
+            activations=np.array([layer.activation_bytes for layer in layers], dtype=np.int64),
             kept_all=_kept(layers, crossing, [layer.activation_bytes for layer in layers], remade=False),
             kept_least=_kept(layers, crossing, least, remade=True),
             best_ratio=best_ratio,
@@ -203,14 +209,13 @@ class LayerTable:
             backward=backward,
             forward_sum=prefix_sums(forward.tolist()),
             backward_sum=prefix_sums(backward.tolist()),
+            weight_sum=prefix_sums(np.min([np.diff(table.weight_sum) for table in tables], axis=0).tolist()),
             partial_sum=_prefix_ints(partial.tolist()),
             best_ratio=np.max([table.best_ratio for table in tables], axis=0),
             forced_sum=prefix_sums(np.min([np.diff(table.forced_sum) for table in tables], axis=0).tolist()),
             any_forced=tables[0].any_forced,
             choices=None,
-            **{
-                name: lowest(name) for name in ("trainable", "frozen", "largest", "transient", "kept_all", "kept_least")
-            },
+            **{name: lowest(name) for name in _LEAST},
         )
 
 
