@@ -9,7 +9,7 @@ from planner.cluster import Cluster
 from planner.cost import Pricer
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
-from planner.plan import Plan
+from planner.plan import Plan, Schedule
 
 
 def all_plans(
@@ -21,10 +21,11 @@ def all_plans(
     num_microbatches: int | None = None,
     recompute: bool = True,
     fewer: bool = False,
+    theoretical: bool = False,
 ) -> Iterator[Plan]:
     """Yield every plan on all GPUs, or on `fewer` too (adamw, fp32), in no order of merit.
 
-    Fewer microbatches than stages where their number is given.
+    Fewer microbatches than stages where their number is given. `theoretical` yields all schedules and groups of shards.
     """
     names = [layer.name for layer in profile.layers]
     remades = subsets(names) if recompute else [()]
@@ -34,36 +35,56 @@ def all_plans(
         for m in range(1, global_batch_size + 1):
             if global_batch_size % (m * dp) or num_microbatches not in (None, m):
                 continue
-            for schedule, mode, shardings, cuts, remade in product(
-                ("1f1b", "gpipe") if m >= pp or num_microbatches is not None else ("gpipe",),
-                ("replicated", "sharded") if dp > 1 else ("replicated",),
+            for (schedule, chunks), shards, shardings, remade in product(
+                schedules(pp, m, len(names), theoretical=theoretical, filled=num_microbatches is not None),
+                all_shards(dp) if theoretical else ([None, dp] if dp > 1 else [None]),
                 all_shardings(profile, tp),
-                list(combinations(range(1, len(names)), pp - 1)),
                 remades,
             ):
-                plan = make_plan(
-                    profile,
-                    cuts,
-                    m=m,
-                    rows=global_batch_size // m // dp,
-                    tp=tp,
-                    dp=dp,
-                    schedule=schedule,
-                    data_parallel=mode,
-                    optimizer="adamw",
-                    recompute=remade,
-                    shardings=shardings,
-                )
-                yield plan
-                if pp > 1 and dp > 1:
-                    yield interleaved(plan)
+                for cuts in combinations(range(1, len(names)), pp * chunks - 1):
+                    plan = make_plan(
+                        profile,
+                        cuts,
+                        m=m,
+                        rows=global_batch_size // m // dp,
+                        tp=tp,
+                        dp=dp,
+                        schedule=schedule,
+                        data_parallel="sharded" if shards else "replicated",
+                        optimizer="adamw",
+                        recompute=remade,
+                        shardings=shardings,
+                        groups=pp,
+                    )
+                    if shards not in (None, dp):
+                        stages = [stage.model_copy(update={"shard_degree": shards}) for stage in plan.stages]
+                        plan = plan.model_copy(update={"stages": tuple(stages)})
+                    yield plan
+                    if pp > 1 and dp > 1:
+                        yield interleaved(plan)
+
+
+def schedules(pp: int, m: int, num_layers: int, *, theoretical: bool, filled: bool) -> list[tuple[Schedule, int]]:
+    """Return schedules and numbers of chunks; gpipe alone where there are fewer microbatches than stages."""
+    found: list[tuple[Schedule, int]] = [("1f1b", 1), ("gpipe", 1)]
+    if theoretical and pp > 1:
+        found += [("interleaved-1f1b", chunks) for chunks in range(2, num_layers // pp + 1)]
+        found += [("zero-bubble", chunks) for chunks in range(1, num_layers // pp + 1)]
+        found += [("zbv", 2)] if 2 * pp <= num_layers else []
+    return found if m >= pp or filled else [("gpipe", 1)]
+
+
+def all_shards(dp: int) -> list[int | None]:
+    """Return over how many replicas states are shared: none of them (None), or groups of any size."""
+    return [None, *(size for size in range(2, dp + 1) if dp % size == 0)]
 
 
 def interleaved(plan: Plan) -> Plan:
     """Return the plan with the stages of a replica on neighbouring GPUs instead of the replicas of a stage."""
     pp, tp = plan.pp_degree, plan.tp_degree
     stages = []
-    for index, stage in enumerate(plan.stages):
+    for stage in plan.stages:
+        index = stage.gpus[0] // (tp * stage.dp_degree)
         gpus = [(d * pp + index) * tp + t for d in range(stage.dp_degree) for t in range(tp)]
         stages.append(stage.model_copy(update={"gpus": tuple(gpus)}))
     return plan.model_copy(update={"stages": tuple(stages)})

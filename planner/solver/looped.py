@@ -21,6 +21,7 @@ from planner.solver.problem import Setting, Span
 from planner.solver.tables import Floats, Ints, LayerTable, StateTable
 
 MOST_TRIED, MOST_PRICED = 512, 128  # cuts that are all tried: where they are priced together, or one by one
+MOST_TURNS = 2048  # of all stages: more take too long to try many cuts
 MOST_BATCH = 64
 MOST_ROUNDS = 12
 MOST_FACTOR_GROUPS = 64  # above, the factor of (9) takes seconds
@@ -66,7 +67,8 @@ class Looped:
     def search(self, tolerance: float) -> bool:
         """Offer plans; return whether no other is of interest: all cuts were tried, and fit or are slower."""
         count, stages = self.num_layers, self.num_stages
-        if comb(count - 1, stages - 1) <= (MOST_TRIED if self._is_exact else MOST_PRICED):
+        most = MOST_TRIED if self._is_exact else MOST_PRICED
+        if comb(count - 1, stages - 1) <= most and stages * self.setting.num_microbatches <= MOST_TURNS:
             every = [(0, *cuts, count) for cuts in combinations(range(1, count), stages - 1)]
             every = [cuts for cuts in every if self._stands(cuts)]
             return self._try_all(np.array(every, dtype=np.int64).reshape(-1, stages + 1), tolerance)
@@ -87,8 +89,8 @@ class Looped:
             if step_s[index] * (1 - 1e-9) >= self.incumbent.limit_s(tolerance):
                 break
             self.incumbent.budget.check()
-            plan, is_plain = self._fitting(list(pairwise(cuts[index].tolist())))
-            if not is_plain and (plan is None or step_time_s(plan) > step_s[index] * (1 + 1e-9)):
+            plan, is_settled = self._fitting(list(pairwise(cuts[index].tolist())))
+            if not is_settled and (plan is None or step_time_s(plan) > step_s[index] * (1 + 1e-9)):
                 undecided.append(float(step_s[index]))
         self.least_s = min(undecided, default=float("inf"))
         return self.least_s * (1 - 1e-9) >= self.incumbent.limit_s(tolerance)
@@ -96,6 +98,11 @@ class Looped:
     def _plain_s(self, spans: list[Span]) -> float:
         self.incumbent.budget.check()
         return step_time_s(self.incumbent.price(self.setting, spans, [() for _ in spans]))
+
+    @property
+    def _can_recompute(self) -> bool:
+        """Whether people leave it open if layers are recomputed."""
+        return any(len(choices) > 1 for choices in self.problems.space.recompute_choices)
 
     @property
     def _is_exact(self) -> bool:
@@ -192,21 +199,19 @@ class Looped:
         return messages[min(source, target)] if abs(source - target) == 1 else around
 
     def _fitting(self, spans: list[Span]) -> tuple[Plan | None, bool]:
-        """Return a plan of these stages that fits, if there is one, and whether it fits without recomputation.
+        """Return a plan of these stages that fits, if one is found, and whether no other choice could be better.
 
         Layers are recomputed as far as each group needs it, the same share of what its stages hold.
         """
-        free = self.problems.space.recompute_choices
+        forced = any(choices == (True,) for choices in self.problems.space.recompute_choices)
+        before: list[tuple[int, ...]] | None = None
         plain: list[tuple[int, ...]] = [() for _ in spans]
         shares = [1.0] * self.setting.pp_degree
         for attempt in range(LEAN_STEPS):
-            if attempt == 0 and all(False in choices for choices in free):
-                remade = plain
-            else:
-                found = self._lean(spans, shares)
-                if found is None:
-                    return None, False
-                remade = found
+            remade = plain if attempt == 0 and not forced else self._lean(spans, shares)
+            if remade == before:  # nothing is left to recompute
+                return None, False
+            before = remade
             plan = self.incumbent.price(self.setting, spans, remade)
             assert plan.prediction is not None
             over = {
@@ -216,6 +221,12 @@ class Looped:
             }
             if not over:
                 return self.incumbent.consider(self.setting, plan), remade is plain
+            if not self._can_recompute or any(
+                stage.memory.peak_bytes - stage.memory.activation_bytes - stage.memory.transient_bytes
+                > self.capacity[self.groups[s]]
+                for s, stage in enumerate(plan.prediction.stages)
+            ):
+                return None, True
             if step_time_s(plan) >= self.incumbent.limit_s(0.0):
                 return None, False
             for group, num_bytes in over.items():
@@ -224,16 +235,24 @@ class Looped:
                 shares[group] *= max(0.0, 1.0 - 1.02 * num_bytes / max(held, 1))
         return None, False
 
-    def _lean(self, spans: list[Span], shares: list[float]) -> list[tuple[int, ...]] | None:
-        """Return the layers to recompute so that each stage keeps at most its group's share of what it would keep."""
+    def _lean(self, spans: list[Span], shares: list[float]) -> list[tuple[int, ...]]:
+        """Return layers to recompute so that each stage keeps at most its group's share of what it would keep.
+
+        Those come first that save most in a second.
+        """
         remade = []
         for (first, stop), group in zip(spans, self.groups, strict=True):
-            table = self.tables[group]
-            assert table.choices is not None
-            received = int(table.crossing.received[first, stop])
-            budget = int(table.kept_all[first, stop] * shares[group]) + 4 * int(table.transient[first, stop])
-            choice = table.choices.fastest(first, stop, received, 1, budget)
-            if choice is None:
-                return None
-            remade.append(choice.layers)
+            table, choices = self.tables[group], self.problems.space.recompute_choices
+            wanted = (1.0 - shares[group]) * float(table.kept_all[first, stop])
+            chosen = [layer for layer in range(first, stop) if choices[layer] == (True,)]
+            free = [layer for layer in range(first, stop) if len(choices[layer]) == 2]
+            rate = table.activations / np.maximum(table.forward, 1e-30)
+            free.sort(key=lambda layer, rate=rate: (-float(rate[layer]), layer))  # type: ignore[misc]
+            saved = float(sum(table.activations[layer] for layer in chosen))
+            for layer in free:
+                if saved >= wanted:
+                    break
+                chosen.append(layer)
+                saved += float(table.activations[layer])
+            remade.append(tuple(sorted(chosen)))
         return remade

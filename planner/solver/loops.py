@@ -33,7 +33,7 @@ from planner.solver.tables import Floats, LayerTable
 if TYPE_CHECKING:
     from planner.solver.settings import OpenDegrees
 
-MOST_FACTOR_STAGES = 128  # more, and the factor of (9) takes seconds
+MOST_FACTOR_STAGES = 16  # more, and the factor of (9) takes longer than it saves
 PRECISION = 1e-4
 SHARE_STEP = 0.02  # shares are rounded down to this, so that settings with nearly the same have the same factor
 
@@ -54,7 +54,7 @@ class OpenLoops:
     def advance(self, incumbent: Incumbent, tolerance: float) -> "list[OpenSchedule]":
         """Return each schedule, with a bound over all ways to shard and place it."""
         incumbent.budget.spend()
-        found = [setting for _, setting in self.degrees.settings(incumbent, self.schedules)]
+        found = [setting for _, setting in self.degrees.settings(incumbent, self.schedules[:1])]
         if not found:
             return []
         work = Work(incumbent.problems, found)
@@ -116,7 +116,9 @@ class OpenLooped:
         looped = Looped(incumbent, self.setting)
         if not looped.search(tolerance):
             incumbent.left_out_s = min(incumbent.left_out_s, max(self.bound, looped.least_s))
-        return []
+            return []
+        self.bound = max(self.bound, incumbent.limit_s(tolerance))
+        return [self]
 
 
 class Work:

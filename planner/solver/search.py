@@ -22,7 +22,7 @@ from planner.solver.problems import Problems
 from planner.solver.settings import open_degrees
 from planner.solver.space import Space
 
-TOLERANCES = (5e-2, 1e-2, 1e-3, 0.0)
+TOLERANCES = (0.3, 5e-2, 1e-2, 1e-3, 0.0)
 
 Progress = Callable[[str, int, int], None]
 

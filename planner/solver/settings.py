@@ -62,32 +62,37 @@ class OpenDegrees:
         """Return what there is of these degrees, each with its bound: by number of stages, or all settings of one."""
         incumbent.budget.check()
         if not self.pp_degree:
-            return self.by_stages(incumbent)
+            return [*self.by_stages(incumbent), *self.loops(incumbent)]
         schedules = incumbent.problems.space.schedules(self.pp_degree, self.num_microbatches)
-        looped = [found for found in schedules if found[0] not in STRAIGHT]
-        others = [OpenLoops(self.bound, self, looped)] if looped else []
-        settings = [
-            OpenSetting(bound, setting)
-            for bound, setting in self.settings(incumbent, [found for found in schedules if found[0] in STRAIGHT])
-        ]
+        straight = [found for found in schedules if found[0] in STRAIGHT]
+        settings = [OpenSetting(bound, setting) for bound, setting in self.settings(incumbent, straight)]
         if len(settings) < 2 or not incumbent.problems.chained:
-            return [*others, *settings]
+            return settings
         groups: dict[tuple[Schedule, Placement], list[OpenSetting]] = {}
         for part in settings:
             groups.setdefault((part.setting.schedule, part.setting.placement), []).append(part)
-        return [*others, *(OpenAlike(min(part.bound for part in parts), parts) for parts in groups.values())]
+        return [OpenAlike(min(part.bound for part in parts), parts) for parts in groups.values()]
 
     def by_stages(self, incumbent: Incumbent) -> "list[OpenDegrees]":
-        """Return these degrees with each number of stages."""
-        found = []
-        space = incumbent.problems.space
-        for pp in space.stage_counts(self.tp_degree, self.dp_degree):
-            schedules = space.schedules(pp, self.num_microbatches)
-            if schedules:
-                factor = self.num_microbatches / pp
-                if incumbent.problems.chained and all(schedule in STRAIGHT for schedule, _ in schedules):
-                    factor = min(least_factor(schedule, pp, self.num_microbatches) for schedule, _ in schedules)
+        """Return these degrees with each number of stages, for straight schedules."""
+        found, m = [], self.num_microbatches
+        for pp in incumbent.problems.space.stage_counts(self.tp_degree, self.dp_degree):
+            straight = [of for of, _ in incumbent.problems.space.schedules(pp, m) if of in STRAIGHT]
+            if straight:
+                factor = m / pp
+                if incumbent.problems.chained:
+                    factor = min(least_factor(schedule, pp, m) for schedule in straight)
                 found.append(replace(self, bound=max(self.bound, factor * self.microbatch_s), pp_degree=pp))
+        return found
+
+    def loops(self, incumbent: Incumbent) -> "list[OpenLoops]":
+        """Return the same for the other schedules."""
+        found, m = [], self.num_microbatches
+        for pp in incumbent.problems.space.stage_counts(self.tp_degree, self.dp_degree):
+            others = [of for of in incumbent.problems.space.schedules(pp, m) if of[0] not in STRAIGHT]
+            if others:
+                bound = max(self.bound, m / pp * self.microbatch_s)
+                found.append(OpenLoops(bound, replace(self, bound=bound, pp_degree=pp), others))
         return found
 
     def settings(

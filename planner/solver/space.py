@@ -85,10 +85,14 @@ class Space:
         init=False, default_factory=dict, compare=False, repr=False
     )
 
-    @property
-    def gpu_types(self) -> tuple[str, ...]:
-        """The types of the GPUs that are planned for."""
-        return self.pricer.places.types_of_first(self.request.num_gpus)
+    gpu_types: tuple[str, ...] = field(init=False, default=(), compare=False)
+    """the types of the GPUs that are planned for"""
+    class_counts: Counter[str] = field(init=False, default_factory=Counter, compare=False)
+    """how many layers each class has"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gpu_types", self.pricer.places.types_of_first(self.request.num_gpus))
+        self.class_counts.update(layer.layer_class for layer in self.pricer.profile.layers)
 
     def numbers(self, class_name: str, rows: int, tp_degree: int, sharding: str, route: Route) -> list[LayerNumbers]:
         """Return what a layer of that class costs on each of the GPU types."""
@@ -105,11 +109,6 @@ class Space:
     def gpu_counts(self) -> list[int]:
         """Numbers of GPUs that a plan may use, most first."""
         return [count for count in range(self.request.num_gpus, 0, -1) if self.admits("num_gpus", count)]
-
-    @property
-    def class_counts(self) -> Counter[str]:
-        """How many layers each class has."""
-        return Counter(layer.layer_class for layer in self.pricer.profile.layers)
 
     @property
     def tp_degrees(self) -> list[int]:
@@ -306,15 +305,20 @@ class Space:
                 data = self.stage_routes(pp, tp, dp, placement).data
                 self._data_routes[key] = tuple(DataRoutes(route, route) for route in data)
             else:
-                stages = self.stage_gpus(pp, tp, dp, placement)
+                stages = self._alike(self.stage_gpus(pp, tp, dp, placement), tp, placement, num_shards)
                 self._data_routes[key] = tuple(self.pricer.data_routes(gpus, tp, num_shards) for gpus in stages)
         return self._data_routes[key]
 
-    def _alike(self, gpus: Sequence[tuple[int, ...]], tp: int, placement: Placement) -> list[tuple[int, ...]]:
+    def _alike(
+        self, gpus: Sequence[tuple[int, ...]], tp: int, placement: Placement, num_shards: int = 1
+    ) -> list[tuple[int, ...]]:
         """Return fewer GPUs of every stage with the same routes, where that is quick."""
-        if placement != "stages":
-            return list(gpus)
-        return [representatives(self.pricer.cluster, stage, tp) for stage in gpus]
+        if placement == "stages":
+            return [representatives(self.pricer.cluster, stage, tp * num_shards) for stage in gpus]
+        size = regular_node_size(self.pricer.cluster)
+        if size is not None and (len(gpus) * tp) % size == 0:  # every replica lies over its nodes as the first one does
+            return [stage[: 2 * num_shards * tp] for stage in gpus]
+        return list(gpus)
 
     def _message_route(self, source: tuple[int, ...], target: tuple[int, ...]) -> Route:
         size = regular_node_size(self.pricer.cluster)
