@@ -44,7 +44,10 @@ def test_equal_to_brute_force(block: int) -> None:
         assert solution.plan.prediction.peak_bytes <= memory
         assert solution.lower_bound_s <= best_s * (1 + 1e-9), seed
         if solution.status == "optimal":
-            assert solution.plan.prediction.step_time_s == pytest.approx(best_s, rel=1e-9), seed
+            assert solution.plan.prediction.step_time_s <= best_s * (1 + 1e-9), seed
+            degrees = {(stage.tp_degree, stage.dp_degree) for stage in solution.plan.stages}
+            if len(degrees) == 1:  # others are not among the plans that are enumerated here
+                assert solution.plan.prediction.step_time_s == pytest.approx(best_s, rel=1e-9), seed
         optimal += solution.status == "optimal"
         looped += solution.plan.schedule in LOOPED
         compared += 1

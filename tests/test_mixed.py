@@ -10,7 +10,7 @@ from oracle import all_shardings, fastest, priced_plans, subsets
 from strategies import ORIGIN, chain_profile, equal_profile, layer_cost, make_cluster, random_cluster, random_profile
 
 from planner.model_profile import LayerClass, LayerCost, ModelProfile
-from planner.plan import DataParallel, Plan, Schedule, Stage
+from planner.plan import EMITTED_SCHEDULES, SCHEDULES, DataParallel, Plan, Schedule, Stage
 from planner.runnable import unrunnable
 from planner.solver import Solution, SolveRequest, solve
 
@@ -118,6 +118,7 @@ def check(seed: int) -> tuple[float, float] | None:
         num_gpus=case.num_gpus,
         global_batch_size=case.global_batch_size,
         pins=() if case.recompute else (("recompute", "none"),),
+        exclusions=tuple(("schedule", schedule) for schedule in SCHEDULES if schedule not in EMITTED_SCHEDULES),
         top=1,
         theoretical=True,
     )

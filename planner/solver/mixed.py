@@ -36,17 +36,17 @@ class MixedProblem:
         self.space, self.options, self.m, self.schedule = space, options, m, schedule
         cluster = space.pricer.cluster
         count = len(space.pricer.profile.layers)
-        most = min(count, space.request.num_gpus)
+        most = min(count, space.most_gpus)
         if schedule == "1f1b" and "num_microbatches" not in space.pins.values:
             most = min(most, m)
         self.chain = Chain(
             num_layers=count,
-            num_gpus=space.request.num_gpus,
+            num_gpus=space.most_gpus,
             num_microbatches=m,
             schedule=schedule,
             options=options.options(),
             remaking=options,
-            latency_s=min(cluster.intra_node.latency, cluster.inter_node.latency),
+            latency_s=min(link.latency for group in cluster.node_groups for link in cluster.links_of(group)),
             stage_counts=frozenset(n for n in range(1, most + 1) if space.admits("pp_degree", n)),
             linked=is_chained(space.pricer.profile),
         )
@@ -202,15 +202,21 @@ class OpenMixed:
 def open_mixed(space: Space) -> Iterator[OpenMicrobatches]:
     """Yield all pipelines whose stages may differ, by number of microbatches.
 
-    There are none on GPUs of several types, nor where people pinned the stage of a layer, or the degrees of all stages.
+    There are none on GPUs of several types, nor where people decided on the stage of a layer, the degrees of all stages,
+    or what has one value for a whole plan of equal stages: GPUs used, chunks, shards.
     """
-    pinned = {"tp_degree", "dp_degree"} <= set(space.pins.values)
+    decided = {key for pins in (space.pins, space.exclusions) for key in pins.values} | set(space.limits.counts)
+    pinned = {"tp_degree", "dp_degree"} <= set(space.pins.values) or decided & {
+        "num_gpus",
+        "num_chunks",
+        "shard_degree",
+    }
     if len(space.gpu_types) > 1 or space.pins.stages or space.exclusions.stages or pinned or space.passed_over:
         return
-    ways = Ways(space)
+    ways, most = Ways(space), max(1, space.most_gpus)
     for m in divisors(space.request.global_batch_size):
         if not space.admits("num_microbatches", m):
             continue
         seconds = ways.gpu_seconds(space.request.global_batch_size // m)
         if seconds < float("inf"):
-            yield OpenMicrobatches(m * seconds / space.request.num_gpus, m, ways)
+            yield OpenMicrobatches(m * seconds / most, m, ways)

@@ -12,13 +12,13 @@ from planner.plan import DATA_PARALLEL_MODES, SCHEDULES, Optimizer, Precision
 
 COUNTS = (
     "pp_degree",
-    "num_chunks",
     "tp_degree",
     "dp_degree",
-    "shard_degree",
     "microbatch_size",
     "num_microbatches",
     "num_gpus",
+    "num_chunks",
+    "shard_degree",
 )
 WORDS: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "data_parallel": DATA_PARALLEL_MODES}
 MAX_NUM_GPUS = 1_000_000

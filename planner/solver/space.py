@@ -106,6 +106,11 @@ class Space:
         return (pinned is None or value in pinned) and value not in ruled_out and not limited
 
     @property
+    def most_gpus(self) -> int:
+        """The most GPUs that a plan may use; 0 where none is left."""
+        return next((count for count in range(self.request.num_gpus, 0, -1) if self.admits("num_gpus", count)), 0)
+
+    @property
     def gpu_counts(self) -> list[int]:
         """Numbers of GPUs that a plan may use, most first."""
         return [count for count in range(self.request.num_gpus, 0, -1) if self.admits("num_gpus", count)]

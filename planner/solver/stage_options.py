@@ -52,7 +52,7 @@ class Ways:
 
     def degrees(self, rows: int) -> Iterator[tuple[int, int]]:
         """Yield (tp_degree, dp_degree) of stages that take `rows` of a microbatch, all replicas together."""
-        space, num_gpus = self.space, self.space.request.num_gpus
+        space, num_gpus = self.space, self.space.most_gpus
         largest = num_gpus if space.request.theoretical else space.pricer.cluster.gpus_per_node
         for tp in space.tp_degrees:
             if tp > min(largest, num_gpus) or not space.admits("tp_degree", tp) or space.forbidden(tp):
@@ -89,7 +89,7 @@ class Ways:
         if key not in self._routes:
             pricer, size = self.pricer, tp * dp
             per_node = regular_node_size(pricer.cluster)
-            room = self.space.request.num_gpus - size
+            room = self.space.most_gpus - size
             places = range(min(room, per_node - 1 if per_node else room) + 1)
             at = [tuple(range(first, first + size)) for first in places]
             tensor = tuple(dict.fromkeys(pricer.tensor_route(gpus, tp) for gpus in at))

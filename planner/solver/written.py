@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from planner.cluster import Cluster
 from planner.errors import UsageError
 from planner.model_profile import ModelProfile
-from planner.plan import Origin, Plan
+from planner.plan import EMITTED_SCHEDULES, Origin, Plan
 from planner.solver.chunked import chunked, least_chunks
 from planner.solver.find import find, make_space
 from planner.solver.infeasible import find_conflict
@@ -118,7 +118,7 @@ def complete(
         exclusions=(),
         limits=(),
         top=0,
-        theoretical=written.count("tp_degree", 1) > cluster.gpus_per_node,
+        theoretical=written.count("tp_degree", 1) > cluster.gpus_per_node or pins["schedule"] not in EMITTED_SCHEDULES,
     )
     roomy = _roomy(cluster)
     attempts = [(cluster, request), (roomy, request)]
