@@ -202,15 +202,11 @@ class OpenMixed:
 def open_mixed(space: Space) -> Iterator[OpenMicrobatches]:
     """Yield all pipelines whose stages may differ, by number of microbatches.
 
-    There are none on GPUs of several types, nor where people decided on the stage of a layer, the degrees of all stages,
-    or what has one value for a whole plan of equal stages: GPUs used, chunks, shards.
+    There are none on GPUs of several types, nor where people decided on the stage of a layer, the degrees of all
+    stages, chunks or shards.
     """
     decided = {key for pins in (space.pins, space.exclusions) for key in pins.values} | set(space.limits.counts)
-    pinned = {"tp_degree", "dp_degree"} <= set(space.pins.values) or decided & {
-        "num_gpus",
-        "num_chunks",
-        "shard_degree",
-    }
+    pinned = {"tp_degree", "dp_degree"} <= set(space.pins.values) or decided & {"num_chunks", "shard_degree"}
     if len(space.gpu_types) > 1 or space.pins.stages or space.exclusions.stages or pinned or space.passed_over:
         return
     ways, most = Ways(space), max(1, space.most_gpus)

@@ -190,7 +190,7 @@ class StageOptions:
         """Return what each way costs for every stage that fits with one microbatch in flight."""
         found = []
         cluster = self.space.pricer.cluster
-        fastest = max(cluster.intra_node.bandwidth, cluster.inter_node.bandwidth)
+        fastest = cluster.fastest_bytes_per_s
         for way, table, states in zip(self.ways, self.tables, self.states, strict=True):
             room = self.budget_bytes - states.fixed_bytes
             fits = self.cuttable & (table.kept_least + table.transient <= room)
