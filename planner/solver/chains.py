@@ -55,6 +55,8 @@ class OpenSetting:
     searched_to: float = float("inf")
     """the tolerance of the branch and bound that is under way"""
     max_nodes: int = FIRST_NODES
+    visits: int = 0
+    """how often it was searched without an end"""
     branch: Branch | None = None
 
     @property
@@ -129,5 +131,6 @@ class OpenSetting:
         assert self.branch is not None
         done = self.branch.search(incumbent, tolerance, self.max_nodes)
         self.max_nodes *= 2
+        self.visits += not done
         reached = incumbent.limit_s(tolerance)
         self.bound = max(self.bound, reached if done else min(self.branch.bound, reached))

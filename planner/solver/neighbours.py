@@ -18,14 +18,22 @@ MIN_GAIN = 1e-4  # less than this, relatively, is not worth another round
 
 
 def improve(candidates: Candidates, starts: Sequence[Sequence[Span]], incumbent: Incumbent) -> list[Span] | None:
-    """Return stages at least as fast as the best of `starts`: one cut, or up to eight neighbouring ones, moved at once.
+    """Return the best stages found from any of `starts`: one cut, or up to eight neighbouring ones, moved at once.
 
     For chains. None where they are not better than the best plan known.
     """
+    found = [_descend(candidates, spans, incumbent) for spans in starts]
+    best_s, cuts = min(found, key=lambda item: item[0])
+    return list(pairwise(cuts.tolist())) if best_s < incumbent.limit_s(0.0) else None
+
+
+def _descend(candidates: Candidates, spans: Sequence[Span], incumbent: Incumbent) -> tuple[float, Ints]:
+    """Return the step time and the cuts of the best neighbour of the best neighbour ... of given stages."""
     check = incumbent.budget.check
-    moved = np.array([cuts_of(spans) for spans in starts], dtype=np.int64)
+    moved = np.array([cuts_of(spans)], dtype=np.int64)
     cuts, best_s = moved[0], float("inf")
     while len(moved):
+        check()
         found = _price(candidates, moved, check)
         index = int(found.argmin())
         if not found[index] < best_s * (1 - MIN_GAIN):
@@ -34,7 +42,7 @@ def improve(candidates: Candidates, starts: Sequence[Sequence[Span]], incumbent:
         if best_s > incumbent.step_time_s * MAX_WORSE:
             break
         moved = _moved(cuts)
-    return list(pairwise(cuts.tolist())) if best_s < incumbent.limit_s(0.0) else None
+    return best_s, cuts
 
 
 def _moved(cuts: Ints) -> Ints:

@@ -7,6 +7,10 @@ Lower bounds of the step time of any plan with the stage [a, b) at position s, p
     (3)  end   = max(p * tb, tb + D)        the last forward makes a round trip, or the last p backwards follow
     (4)  D     = forwards and backwards of all layers from b on, and the messages between
 
+Where a round trip takes longer than what is done meanwhile, the p - 1 forwards and backwards of others between the
+forward of a microbatch and its backward, the stage waits for the rest of it, D - (p - 1) * (tf + tb), once for every p
+microbatches between start and end: for microbatch p, 2 p, ..., one fewer where the last round trip is counted in (3).
+
 head(a) is the forward path to layer a, `after` the backward path from a to the start and what follows there, or what
 follows in the stage itself. Where p = m, the last forward comes before the first backward, and only one of (2) and (3)
 has a round trip; for GPipe it is always the last forward's, p * tf + D + p * tb. `sum + (m - 1) * max` is no lower
@@ -242,15 +246,18 @@ class Problem:
         return forward, table.backward_sum[None, :] - table.backward_sum[:, None] + self.extra[s]
 
     def within(self, s: int, forward: Floats, backward: Floats, trip: Floats) -> Floats:
-        """Return start + (m - p) * (tf + tb) + end of (1) at position s, for stages of these times and round trips."""
+        """Return start + (m - p) * (tf + tb) + waits + end of (1) at position s, for these times and round trips."""
         w, m = self.positions[s].in_flight, self.setting.num_microbatches
         if self.setting.schedule == "gpipe":  # the first backward waits for the last forward's round trip
             return m * forward + trip + m * backward
         if w == m:  # the last forward comes before the first backward: one round trip on any path
             return np.maximum(np.maximum(w * forward, forward + trip) + w * backward, w * forward + trip + backward)
+        longer = trip - (w - 1) * np.where(np.isfinite(backward), forward + backward, 0.0)
+        waits = np.where(np.isfinite(longer), np.maximum(0.0, longer), 0.0)  # inf is in the other terms
         start = np.maximum(w * forward, forward + trip)
-        end = np.maximum(w * backward, backward + trip)
-        return start + (m - w) * (forward + backward) + end
+        end = np.maximum(w * backward + (m - w) // w * waits, backward + trip + (m - w - 1) // w * waits)
+        total: Floats = start + (m - w) * (forward + backward) + end
+        return total
 
     def station(self, s: int) -> Floats:
         """Return bound (1) for every stage [a, b) at position s; inf where it can't stand there."""

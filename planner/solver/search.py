@@ -22,6 +22,7 @@ from planner.solver.problems import Problems
 from planner.solver.settings import open_degrees
 from planner.solver.space import Space
 
+VISIT = 0.002  # of its bound, a setting that is searched is put off by for each time it was
 TOLERANCES = (0.3, 5e-2, 1e-2, 1e-3, 0.0)
 
 Progress = Callable[[str, int, int], None]
@@ -82,10 +83,9 @@ def search(
         if space.request.theoretical:  # first plans of straight schedules and one kind of stage, then what they leave
             queue.hold_back(open_mixed(space))
         for tolerance in TOLERANCES:
-            while queue and queue.bound < incumbent.limit_s(tolerance):
+            while (current := queue.take(incumbent.limit_s(tolerance))) is not None:
                 if any_plan and incumbent.best is not None:
                     raise OutOfTimeError
-                current = queue.pop()
                 now = time.monotonic()
                 if now - reported > 0.1:
                     reported = now
@@ -106,30 +106,26 @@ def search(
 
 
 class _Queue:
-    """Open parts by bound; of equal ones that which came first.
+    """Open parts by bound; of equal ones that which came first. Those that were taken often wait longer.
 
     Some can be held back until there is a plan to compare with, and loops with them: a straight schedule has one soon.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Open]] = []
+        self._aside: list[Open] = []
         self._held: list[Open] = []
         self._holds_back = False
         self._count = 0
         self.num_closed = 0
 
     def __len__(self) -> int:
-        return len(self._heap)
-
-    @property
-    def bound(self) -> float:
-        """The least bound that can be taken out; inf where nothing is open."""
-        return self._heap[0][0] if self._heap else float("inf")
+        return len(self._heap) + len(self._aside)
 
     @property
     def least(self) -> float:
-        """The least bound of all, what is held back too."""
-        return min([self.bound, *(part.bound for part in self._held)])
+        """The least bound of all, what is held back too; inf where nothing is open."""
+        return min((part.bound for part in (*self.parts(), *self._held)), default=float("inf"))
 
     def hold_back(self, parts: Iterable[Open]) -> None:
         """Keep these parts, and loops that are added, until `release`."""
@@ -137,11 +133,11 @@ class _Queue:
         self._held.extend(parts)
 
     def release(self) -> None:
-        """Hold nothing back any more."""
+        """Hold nothing back any more, and put nothing aside."""
         self._holds_back = False
-        for part in self._held:
+        again, self._held, self._aside = [*self._aside, *self._held], [], []
+        for part in again:
             self.push(part)
-        self._held = []
 
     def push(self, part: Open) -> None:
         """Add a part."""
@@ -149,11 +145,17 @@ class _Queue:
             self._held.append(part)
             return
         self._count += 1
-        heapq.heappush(self._heap, (part.bound, self._count, part))
+        visits = part.visits if isinstance(part, OpenSetting) else 0
+        heapq.heappush(self._heap, (part.bound * (1 + VISIT * visits), self._count, part))
 
-    def pop(self) -> Open:
-        """Take out the part of the least bound."""
-        return heapq.heappop(self._heap)[2]
+    def take(self, limit_s: float) -> Open | None:
+        """Take out the next part whose bound is below the limit, and put others aside; None where there is none."""
+        while self._heap:
+            part = heapq.heappop(self._heap)[2]
+            if part.bound < limit_s:
+                return part
+            self._aside.append(part)
+        return None
 
     def replace(self, parts: Sequence[Open]) -> None:
         """Add what is left of the part taken out last."""
@@ -162,5 +164,5 @@ class _Queue:
             self.push(part)
 
     def parts(self) -> list[Open]:
-        """Return everything open, in the order of bounds."""
-        return [part for _, _, part in sorted(self._heap, key=lambda item: item[:2])]
+        """Return everything open that is not held back."""
+        return [*(part for _, _, part in self._heap), *self._aside]
