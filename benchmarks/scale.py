@@ -2,8 +2,10 @@
 
     python benchmarks/scale.py dag [--layers 200] [--stages 16] [--seconds 60] [--alone] [--only TEXT] [--plot FILE]
     python benchmarks/scale.py chain [--layers 400] [--gpus 256] [--sigma 0.5 1] [--seconds 60] [--growth]
+    python benchmarks/scale.py whole [--only gpt] [--seconds 20] [--theoretical]
 
-`chain`: chains of different layers on many GPUs, see `scale_chain`.
+`chain`: chains of different layers on many GPUs, see `scale_chain`; `whole`: GPT 1T and Llama 405B on thousands, see
+`scale_whole`.
 
 `dag`: random graphs of layers cut into stages, the largest load least (`planner.solver.core.partition`). A tensor costs
 cf / 4 of an average stage, to the stage that makes it and to each that reads it. `branches w` are w chains, each layer
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import scale_chain
+import scale_whole
 from local_search import anneal, constraint_solver
 
 from planner.solver.core.loads import Tensor, TensorLoads, load_of
@@ -174,6 +177,11 @@ def main() -> int:
     chain.add_argument("--seconds", type=float, default=60.0, help="time limit for each search")
     chain.add_argument("--growth", action="store_true", help="also fewer layers, GPUs and degrees")
     chain.set_defaults(run=scale_chain.run)
+    whole = parts.add_parser("whole", help="models of up to 1T parameters on thousands of GPUs")
+    whole.add_argument("--only", default="", metavar="TEXT", help="models whose name holds this text")
+    whole.add_argument("--seconds", type=float, default=20.0, help="time limit for each search")
+    whole.add_argument("--theoretical", action="store_true", help="also what emitted plans can't run yet")
+    whole.set_defaults(run=scale_whole.run)
     arguments = parser.parse_args()
     return int(arguments.run(arguments))
 
