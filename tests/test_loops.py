@@ -94,3 +94,17 @@ def test_pins_of_what_is_theoretical_are_kept(key: str, value: str) -> None:
         assert {stage.num_shards(plan.data_parallel) for stage in plan.stages} == {2}
     else:
         assert str(getattr(plan, key)) == value
+
+
+def test_a_pinned_group_of_shards_needs_replicas() -> None:
+    profile, cluster = random_profile(7, num_layers=4), random_cluster(7, 4)
+    asked = SolveRequest(num_gpus=4, global_batch_size=8, pins=(("shard_degree", "2"),), top=0, theoretical=True)
+    plan = solve(profile, cluster, asked, origin=ORIGIN).plan
+    assert plan is not None
+    assert {stage.num_shards(plan.data_parallel) for stage in plan.stages} == {2}
+    pins = (("num_chunks", "2"), ("pp_degree", "2"))
+    found = solve(profile, cluster, replace(asked, pins=pins, theoretical=False), origin=ORIGIN)
+    assert found.conflict is not None
+    assert found.conflict.constraint == "runtime"
+    assert "--pin num_chunks=2: emitted plans run one stage a device group" in found.conflict.message
+    assert "--theoretical" in found.conflict.message

@@ -154,7 +154,8 @@ def solve(
     from planner.runnable import unrunnable
 
     imported_from = file.profile.provenance.imported_from
-    if idle := gpus - solution.plan.num_gpus:
+    decided = any(key == "num_gpus" for key, _ in (*pins, *exclusions, *limits))
+    if (idle := gpus - solution.plan.num_gpus) and not decided:
         why = "is faster" if solution.status == "optimal" else "was found to be faster"
         say(
             f"warning: the plan uses {solution.plan.num_gpus} of {counted(gpus, 'GPU')}, {idle} would be idle: no plan "

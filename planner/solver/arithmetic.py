@@ -139,6 +139,13 @@ def _combined_conflict(space: Space) -> Conflict:
     """Return the conflict of everything together, where no single pin is at fault."""
     request, num_layers = space.request, len(space.pricer.profile.layers)
     batch, degrees = request.global_batch_size, list(space.degrees())
+    theirs = [one for one in space.request.constraints if one[1] in ("num_chunks", "shard_degree")]
+    if theirs and degrees:
+        why = "no schedule and data_parallel mode goes with it"
+        if not request.theoretical:
+            why = "emitted plans run one stage a device group, and shard over all replicas or none, so far"
+        hint = "" if request.theoretical else " (--theoretical plans others)"
+        return Conflict(constraint="runtime", message=f"{', '.join(map(described, theirs))}: {why}{hint}")
     allowed = [degree for degree in space.tp_degrees if space.forbidden(degree) is None]
     if not degrees and space.carried is not None:
         return Conflict(

@@ -219,7 +219,7 @@ class Space:
         """
         modes = [mode for mode in DATA_PARALLEL_MODES if self.admits("data_parallel", mode)]
         if dp == 1:  # one replica shards nothing
-            return [(mode, 1) for mode in modes[:1]]
+            return [(mode, 1) for mode in modes[:1] if self.admits("shard_degree", 1)]
         counts = [dp]
         if self.request.theoretical:
             most = dp if dp <= FEW_REPLICAS else self.pricer.cluster.gpus_per_node // tp
