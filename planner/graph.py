@@ -43,12 +43,6 @@ def layer_graph(profile: ModelProfile) -> "nx.DiGraph[int]":
     return graph
 
 
-def is_chain(profile: ModelProfile) -> bool:
-    """Return whether every value goes from a layer to the next one, and every layer hands one on."""
-    graph = layer_graph(profile)
-    return sorted(graph.edges) == [(index, index + 1) for index in range(len(profile.layers) - 1)]
-
-
 def is_chained(profile: ModelProfile) -> bool:
     """Return whether each layer reads what the one before it makes, and sends a gradient back; others may too."""
     links = {(edge.producer, consumer) for edge in profile.edges if edge.needs_grad for consumer in edge.consumers}

@@ -9,6 +9,7 @@ from commands import Run
 from oracle import all_plans
 from rich.console import Console
 from strategies import ORIGIN, equal_profile, make_cluster, random_cluster, random_profile
+from test_compare import CLUSTER
 
 from planner import cost
 from planner.cluster import Cluster, read_cluster
@@ -163,20 +164,6 @@ def test_what_is_known_is_told_where_the_search_is_ended(error: type[BaseExcepti
     assert not ended.is_complete
     assert ended.ranges == full.ranges[: len(ended.ranges)]
     assert 0 < len(ended.ranges) < len(full.ranges)
-
-
-CLUSTER = """
-memory_reserve = "0B"
-node_groups = [{count = 2, gpus_per_node = 2, gpu = "tiny"}]
-intra_node = {bandwidth = "1kB/s", latency = "1ms"}
-inter_node = {bandwidth = "100B/s", latency = "10ms"}
-[gpus.tiny]
-name = "tiny"
-memory = "10KiB"
-memory_bandwidth = "1MB/s"
-peak_flops = {float32 = "10FLOP/s"}
-source = "a test"
-"""
 
 
 def test_explain_shows_where_a_plan_stays_the_best(run: Run, folder: Path) -> None:

@@ -27,8 +27,8 @@ from planner.plan import EMITTED_SCHEDULES, Plan, Schedule
 from planner.schedule import group_actions
 from planner.solver import Solution, SolveRequest, incumbent, recompute, solve
 from planner.solver.recompute import RecomputeChoices
+from planner.solver.routes import representatives
 from planner.solver.settings import pipeline_factor
-from planner.solver.space import representatives
 from planner.units import format_bytes
 
 

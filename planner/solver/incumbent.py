@@ -71,11 +71,8 @@ class Incumbent:
         """
         choices = choices or problem.choose(spans)
         if choices is not None:
-            self.keep(problem.setting, spans, [choice.layers for choice in choices])
-
-    def keep(self, setting: Setting, spans: Sequence[Span], remade: Sequence[Sequence[int]]) -> Plan:
-        """Price a plan that fits, keep it if it is better, and return it priced."""
-        return self.consider(setting, self.price(setting, spans, remade))
+            plan = self.price(problem.setting, spans, [choice.layers for choice in choices])
+            self.consider(problem.setting, plan)
 
     def price(self, setting: Setting, spans: Sequence[Span], remade: Sequence[Sequence[int]]) -> Plan:
         """Return a plan, priced."""

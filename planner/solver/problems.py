@@ -20,6 +20,20 @@ _Key = tuple[int, int, tuple[Shardings, ...], Route, tuple[str, ...]]
 MAX_RECENT = 6  # problems of hundreds of layers and stages have tables of some hundred MB
 
 
+def cuts_left(space: Space) -> Bools:
+    """Return before which layers, and behind the last one, pins, exclusions and buffers leave a cut."""
+    count = len(space.pricer.profile.layers)
+    left = np.ones(count + 1, dtype=bool)
+    if space.pins.cuts is not None:
+        left[1:count] = False
+        left[list(space.pins.cuts)] = True
+    left[[cut for cut in space.exclusions.cuts or () if cut]] = False
+    for first, last in space.pins.together:
+        left[first + 1 : last + 1] = False
+    left[list(shared_updates(space.pricer.profile))] = False
+    return left
+
+
 def state_rules(space: Space, setting: Setting) -> StateRules:
     """Return how a setting holds parameters."""
     request = space.request
@@ -141,15 +155,7 @@ class Problems:
         if pp not in self._masks:
             count = len(self.space.pricer.profile.layers)
             a, b = np.indices((count + 1, count + 1))
-            cut_ok = np.ones(count + 1, dtype=bool)
-            pins, exclusions = self.space.pins, self.space.exclusions
-            if pins.cuts is not None:
-                cut_ok[1:count] = False
-                cut_ok[list(pins.cuts)] = True
-            cut_ok[[cut for cut in exclusions.cuts or () if cut]] = False
-            for first, last in pins.together:
-                cut_ok[first + 1 : last + 1] = False
-            cut_ok[list(shared_updates(self.space.pricer.profile))] = False
+            cut_ok, pins, exclusions = cuts_left(self.space), self.space.pins, self.space.exclusions
             masks = []
             for s in range(pp):
                 mask = (a < b) & (a >= s) & (count - b >= pp - 1 - s) & cut_ok[a] & cut_ok[b]

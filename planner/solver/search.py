@@ -17,7 +17,6 @@ from planner.solver.chains import OpenSetting
 from planner.solver.incumbent import Budget, Incumbent, OutOfTimeError
 from planner.solver.loops import OpenLoops
 from planner.solver.mixed import open_mixed
-from planner.solver.problem import Setting
 from planner.solver.problems import Problems
 from planner.solver.settings import open_degrees
 from planner.solver.space import Space
@@ -52,8 +51,6 @@ class Outcome:
     num_nodes: int
     was_ended: bool
     """by the time limit, Ctrl-C or `max_nodes`, before it was through"""
-    waiting: list[tuple[float, Setting]]
-    """Settings that were dropped by their bound before they were priced, in the order of the bounds."""
 
 
 def search(
@@ -101,8 +98,7 @@ def search(
     else:
         lower = min(incumbent.left_out_s, incumbent.step_time_s)
     progress("done", queue.num_closed + len(queue), queue.num_closed + len(queue))
-    waiting = sorted((part.bound, part.setting) for part in queue.parts() if isinstance(part, OpenSetting))
-    return Outcome(incumbent, lower, budget.num_nodes, was_ended, waiting)
+    return Outcome(incumbent, lower, budget.num_nodes, was_ended)
 
 
 class _Queue:

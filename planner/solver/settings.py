@@ -33,7 +33,8 @@ from planner.solver.incumbent import Budget, Incumbent
 from planner.solver.loops import OpenLoops
 from planner.solver.problem import PLACEMENTS, Placement, Setting
 from planner.solver.problems import Problems, state_rules
-from planner.solver.space import Shardings, Space, least_route
+from planner.solver.routes import least_route
+from planner.solver.space import Shardings, Space
 
 STRAIGHT = ("1f1b", "gpipe")  # one stage a group, and backwards in one piece
 

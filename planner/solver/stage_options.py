@@ -14,11 +14,12 @@ from planner.cost.communication import Route
 from planner.cost.layers import REPLICATED
 from planner.cost.places import DataRoutes
 from planner.cost.states import StateRules
-from planner.graph import shared_updates
 from planner.plan import DataParallel
 from planner.solver.core.pipeline import Option
+from planner.solver.problems import cuts_left
 from planner.solver.recompute import Choice
-from planner.solver.space import Shardings, Space, least_route, regular_node_size
+from planner.solver.routes import least_route, regular_node_size
+from planner.solver.space import Shardings, Space
 from planner.solver.tables import Bools, Crossing, Floats, Ints, LayerTable, StateTable, prefix_sums
 
 MAX_KEPT = 10_000_000  # stages of tables that are kept for other numbers of microbatches
@@ -163,15 +164,7 @@ class StageOptions:
     def cuttable(self) -> Bools:
         """The stages [a, b) that pinned and excluded cuts leave."""
         count = len(self.space.pricer.profile.layers)
-        cut_ok = np.ones(count + 1, dtype=bool)
-        pins, exclusions = self.space.pins, self.space.exclusions
-        if pins.cuts is not None:
-            cut_ok[1:count] = False
-            cut_ok[list(pins.cuts)] = True
-        cut_ok[[cut for cut in exclusions.cuts or () if cut]] = False
-        for first, last in pins.together:
-            cut_ok[first + 1 : last + 1] = False
-        cut_ok[list(shared_updates(self.space.pricer.profile))] = False
+        cut_ok, pins, exclusions = cuts_left(self.space), self.space.pins, self.space.exclusions
         index = np.arange(count + 1)
         allowed = (index[:, None] < index[None, :]) & cut_ok[:, None] & cut_ok[None, :]
         for first, last in exclusions.together:
